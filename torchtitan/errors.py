@@ -30,6 +30,12 @@ class UserError(Exception):
     exit_code = 1
 
 
+class Unreachable(UserError):
+    """Something outside of the run does not answer, and may do so later: a launcher may start all ranks again."""
+
+    exit_code = EXIT_RETRYABLE
+
+
 class ConfigError(UserError):
     """One or several problems in the configuration, reported together. Exit code 2."""
 

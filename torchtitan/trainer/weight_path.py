@@ -11,7 +11,7 @@ from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
-from torchtitan.errors import UserError
+from torchtitan.errors import Unreachable, UserError
 from torchtitan.inference.engines.replicas.replica import Replica, ReplicaWeights
 from torchtitan.inference.serving.joining import demands
 from torchtitan.models.decoder import Decoder
@@ -72,10 +72,11 @@ def open_weight_path(
         replicas = ranks // config.inference.engine.tensor_parallel_size
         yield ReplicaWeights(policy, replica, replicas, epoch, DTYPES[config.inference.dtype])
         return
-    # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.
+    # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts, or end as it did.
     registry = None if rank == 0 else broadcast_bytes(None).decode()
-    if registry == "":
-        raise UserError("rank 0 cannot publish weights, and says why")
+    if registry is not None and registry.isdigit():
+        kind = Unreachable if int(registry) == Unreachable.exit_code else UserError
+        raise kind("rank 0 cannot publish weights, and says why")
     try:
         sync = WeightSync(
             config.weight_sync,
@@ -92,9 +93,9 @@ def open_weight_path(
             applied_bytes=applied_bytes(config, policy.args),
             guests=demands(config) if config.inference.discover and rank == 0 else None,
         )
-    except UserError:
+    except UserError as error:
         if rank == 0:
-            broadcast_bytes(b"")
+            broadcast_bytes(str(error.exit_code).encode())
         raise
     try:
         if rank == 0:

@@ -6,9 +6,11 @@ import errno
 import itertools
 import json
 import shlex
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,11 +21,12 @@ from torchtitan import grpo_train
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.errors import ConfigError, UserError
+from torchtitan.errors import ConfigError, Unreachable, UserError
 from torchtitan.rollout.types import Batch
-from torchtitan.trainer import job
+from torchtitan.trainer import job, weight_path
 from torchtitan.trainer.job import TrainingJob, profile
 from torchtitan.trainer.signals import SignalFlags
+from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, JsonLines, read_json_lines
 
 
@@ -54,10 +57,37 @@ def test_a_rank_with_other_values_than_rank_0_is_named(monkeypatch: pytest.Monke
         TrainingJob(JobConfig())._agree_on_start()
 
 
+@pytest.mark.parametrize("error", [UserError("no such bucket"), Unreachable("it does not answer")])
+def test_ranks_end_with_the_exit_code_of_the_one_that_cannot_publish(
+    error: UserError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the launcher, which looks at the first that has ended, would take what may pass for a mistake."""
+    told, codes = list[bytes](), list[int]()
+
+    def broadcast(data: bytes | None) -> bytes:
+        told.extend([data] if data is not None else [])
+        return told[0]
+
+    def cannot(*_arguments: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(weight_path, "broadcast_bytes", broadcast)
+    monkeypatch.setattr(weight_path, "WeightSync", cannot)
+    monkeypatch.setattr(weight_path, "synced_parameters", lambda _: {})
+    monkeypatch.setattr(weight_path, "applied_bytes", lambda *_: 0)
+    for rank in (0, 1):
+        monkeypatch.setattr(device, "rank", lambda rank=rank: rank)
+        policy: Any = SimpleNamespace(args=None)
+        with pytest.raises(UserError) as raised, open_weight_path(JobConfig(), policy, "e", "token", tmp_path):
+            pass
+        codes.append(raised.value.exit_code)
+    assert codes == [error.exit_code] * 2
+
+
 def test_clock_that_is_set_anew_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two that a step's time is without: evaluations of demonstrations, and the probe."""
     hours, told = itertools.count(step=3600.0), list[float]()
-    monkeypatch.setattr(job.time, "time", lambda: next(hours))
+    monkeypatch.setattr(time, "time", lambda: next(hours))
     training = TrainingJob(JobConfig())
     figures = SimpleNamespace(cross_entropy=lambda _: {}, score=lambda _: [], next_log_probs=lambda *_: [])
     controller = SimpleNamespace(

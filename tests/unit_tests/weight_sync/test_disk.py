@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from examples.version_folder import read_weights
 from tests import faults
 from tests.patience import PATIENCE_S
-from torchtitan.errors import UserError
+from torchtitan.errors import Unreachable, UserError
 from torchtitan.utils.files import file_checksum, replace_file
 from torchtitan.weight_sync.memory.delta import shortest
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest
@@ -328,7 +328,7 @@ def test_claim_of_a_folder_whose_disk_hangs_ends_with_the_reason(
     answers = threading.Event()
     monkeypatch.setattr(fcntl, "flock", lambda *_: answers.wait(PATIENCE_S))
     store = FolderStore(str(tmp_path))
-    with pytest.raises(UserError, match=rf"weight_sync\.disk\.path: .*{tmp_path.name} does not answer"):
+    with pytest.raises(Unreachable, match=rf"weight_sync\.disk\.path: .*{tmp_path.name} does not answer"):
         store.claim("run folder 1")
     answers.set()
     assert store._hung is not None

@@ -23,7 +23,7 @@ import pytest
 from tests.moto_server import moto_server
 from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.boxes import Box
-from torchtitan.errors import UserError
+from torchtitan.errors import Unreachable, UserError
 from torchtitan.weight_sync.memory.delta import encode, shortest
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import ChecksumTable, Layout, Manifest
@@ -414,6 +414,19 @@ def test_objects_have_one_owner_that_may_come_back() -> None:
     mine.release()
     mine.release()
     Objects(url).claim("run folder 2")
+
+
+def test_object_store_that_hangs_where_a_job_begins_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts ranks again meets the store of a moment ago; a store that refuses is a mistake."""
+    monkeypatch.setattr(stores, "READ_SECONDS", 0.1)
+    answers, store = threading.Event(), Objects(f"memory://{uuid.uuid4().hex}")
+    monkeypatch.setattr(store._files, "cat_file", lambda *_, **__: answers.wait(PATIENCE_S), raising=False)
+    with pytest.raises(Unreachable, match=r"weight_sync\.disk\.path: memory://\w+ does not answer") as raised:
+        store.claim("run folder 1")
+    assert raised.value.exit_code == 75
+    answers.set()
+    assert store._hung is not None
+    store._hung.join(PATIENCE_S)
 
 
 def test_ranks_write_the_same_versions_whole_whatever_one_has_missed() -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.errors import UserError
+from torchtitan.errors import Unreachable, UserError
 from torchtitan.utils.files import replace_file, sync_folder
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
@@ -148,11 +148,13 @@ class Folder(Store):
         """Lock the folder for its job until release() or the end of the process. about: says which job it is.
 
         The trainer's first rank holds it, because it outlives its shard server. Raises UserError if another job holds
-        the folder, or it cannot be written to, or not in time.
+        the folder, or it cannot be written to; Unreachable if that takes too long.
         """
         path = self._path / OWNER
         try:
             holder = self.in_time(partial(self._lock, path, about))
+        except TimeoutError as error:
+            raise Unreachable(f"weight_sync.disk.path: {path}: {error}") from error
         except OSError as error:
             raise UserError(f"weight_sync.disk.path: {path}: {error.strerror or error}") from error
         if holder:
@@ -278,7 +280,7 @@ class Objects(Store):
 
     def claim(self, about: str) -> None:
         """Objects cannot be locked: the job that has written its name here last owns them until it ends, also if it
-        dies, and its next run may go on."""
+        dies, and its next run may go on. Raises as Folder.claim does."""
         try:
             owner = self.in_time(partial(self._text, OWNER))
             if owner and owner != about:
@@ -288,6 +290,8 @@ class Objects(Store):
                 )
             self.in_time(partial(self.put, OWNER, about.encode()))
             self._owner = about
+        except TimeoutError as error:
+            raise Unreachable(f"weight_sync.disk.path: {error}") from error
         except OSError as error:
             raise UserError(f"weight_sync.disk.path: {self.url}: {error.strerror or error}") from error
 
