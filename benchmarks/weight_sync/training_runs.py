@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,17 @@ def debug_settings(steps: int, batch: int, quick: bool) -> dict[str, object]:
 
 
 def train_beside(
-    folder: Path, settings: Mapping[str, object], beside: Callable[[subprocess.Popen[bytes]], None] | None = None
+    folder: Path,
+    settings: Mapping[str, object],
+    beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    launcher: Sequence[str] = (),
 ) -> Path:
     """Run it in this new folder; returns the folder of its files. beside: what is done from its start, may return at
-    any time. Ends the benchmark with the run's last words where its exit code is not 0."""
+    any time. launcher: what stands before the run's own words, say for several ranks. Ends the benchmark with the run's
+    last words where its exit code is not 0."""
     folder.mkdir()
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    command = [sys.executable, *common.TRAIN, *words, "--job.dump_folder", str(folder)]
+    command = [sys.executable, *launcher, *common.TRAIN, *words, "--job.dump_folder", str(folder)]
     log_file = folder / "run.log"
     # Not to the terminal: the run names every actor that it loses.
     with (

@@ -33,6 +33,7 @@ SCENARIOS = {
     "plan": {"plan_s", "growth_per_version"},
     "fanout": {"egress_growth_1_to_2", "egress_mb_relay_2", "egress_copies_one_host"},
     "registry": {"registry_share", "join_storm_s", "status_bytes_s", "actor_start_pull_ms"},
+    "rough": {"tokens", "versions_published", "step_p50_s"},
     "slow": {"healthy_gap_versions", "healthy_gap_versions_four_slots", "healthy_gap_versions_ten"},
 }
 KEYS = {

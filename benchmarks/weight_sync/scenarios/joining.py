@@ -60,6 +60,14 @@ def actor(words: list[str], log: str) -> None:
     sys.exit(serve(words))
 
 
+def words_of(port: int) -> list[str]:
+    """The command line of an actor that joins the default task at this port, without its name."""
+    return [
+        "--model", str(common.debug_checkpoint()), "--join", f"127.0.0.1:{port}",
+        "--max-length", "32", "--threads", "1", "--cache-mb", "64",
+    ]  # fmt: skip
+
+
 class Fleet:
     """Actors that come and go. words: the command line of each, without its name."""
 
@@ -152,15 +160,11 @@ def measure(run: Run) -> dict[str, float]:
     os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(16)
     settings = training_runs.debug_settings(options.steps, options.batch, run.quick)
     port = free_ports(2)
-    words = [
-        "--model", str(common.debug_checkpoint()), "--join", f"127.0.0.1:{port}",
-        "--max-length", "32", "--threads", "1", "--cache-mb", "64",
-    ]  # fmt: skip
     joining = {"inference.num_actors": "0", "inference.discover": "true", "weight_sync.port": port}
     common.progress("with actors of its own")
     without = figures_of(training_runs.train_beside(run.folder / "without", settings))
     common.progress("with actors that come and go")
-    fleet = Fleet(options.actors, words, run.folder, options.seed)
+    fleet = Fleet(options.actors, words_of(port), run.folder, options.seed)
     run.closing.callback(fleet.end)
     latest = training_runs.train_beside(run.folder / "with", {**settings, **joining}, fleet.live)
     return training_runs.compared({**figures_of(latest), **fleet_figures(latest, fleet)}, without)
