@@ -348,6 +348,14 @@ def finish_compute(where: torch.device) -> None:
         torch.cuda.default_stream(where).synchronize()
 
 
+def queued_copy(tensor: torch.Tensor, where: torch.device | str) -> torch.Tensor:
+    """A host tensor on `where`. The copy to a GPU is queued behind its other work, and the caller does not wait for it:
+    it is made from pinned memory, which torch keeps until the copy is done."""
+    if torch.device(where).type != "cuda":
+        return tensor.to(where)
+    return tensor.pin_memory().to(where, non_blocking=True)
+
+
 def pin_host_memory(address: int, length: int) -> None:
     """Pin mapped host memory, so that the device copies to it at full speed and beside other work. CPU: a no-op.
 

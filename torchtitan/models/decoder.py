@@ -23,6 +23,7 @@ from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.head.logprob_head import HeadFunction, LogProbHead
 from torchtitan.models.layers.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.layers.batch_invariance import InvariantSizes, invariant_sizes
+from torchtitan.models.layers.delta_rule import places_of
 from torchtitan.models.layers.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, sigmoid, swiglu
 from torchtitan.models.layers.gated_delta import GatedDeltaNet
 from torchtitan.models.layers.mixture import MoE, Routing, expert_rows
@@ -372,7 +373,11 @@ class Decoder(nn.Module):
         self, token_ids: torch.Tensor, positions: torch.Tensor, layout: PackedLayout, routes: torch.Tensor | None
     ) -> torch.Tensor:
         """Hidden states [T, H] after the final norm."""
-        hidden: torch.Tensor = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
+        attend = PackedAttention(layout)
+        if self.args.delta_layers:
+            # Once for all layers.
+            attend.places = places_of(layout.cumulative, len(token_ids))
+        hidden: torch.Tensor = self.model(token_ids, positions, attend, routes=routes)
         return hidden
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:

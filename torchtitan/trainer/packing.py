@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from torchtitan.distributed.device import queued_copy
 from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.types import Branch, Given, branch_routes
@@ -299,14 +300,14 @@ def pack(
         routed = (int((routes[:, 0, 0] != MISSING).sum()), sum(inputs))
         of_rows = routes.split(inputs or [1])
         routes = torch.cat([of_rows[number][first:end] for number, first, end in runs.sources or [(0, 0, 1)]])
-        routes = routes.to(device)
+        routes = queued_copy(routes, device)
     joined = functools.partial(_joined, device)
     observed = joined(columns.observed, np.int64)
     taught = joined(columns.taught, np.float32)
     return MicroBatch(
         routes=routes,
         routed=routed,
-        occurrences=torch.from_numpy(occurrences).to(device),
+        occurrences=queued_copy(torch.from_numpy(occurrences), device),
         num_sequences=max(len(rows), 1),
         inputs=sum(inputs),
         teacher_log_probs=taught if len(taught) else None,
@@ -349,7 +350,7 @@ class _Columns:
 
 def _joined(device: torch.device, arrays: list[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
     joined = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-    return torch.from_numpy(joined.astype(dtype, copy=False)).to(device)
+    return queued_copy(torch.from_numpy(joined.astype(dtype, copy=False)), device)
 
 
 def micro_batches(

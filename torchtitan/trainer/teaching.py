@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.device import device
+from torchtitan.distributed.device import device, queued_copy
 from torchtitan.inference.types import Branch
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.head.divergence_head import Comparison, TeacherStates, TopTokens
@@ -104,9 +104,9 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
     packed = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
     active = np.concatenate([places[at] for places, at in zip(runs.places, predicting, strict=True)])
     return (
-        torch.from_numpy(packed.astype(np.int64)).to(device()),
+        queued_copy(torch.from_numpy(packed.astype(np.int64)), device()),
         PackedLayout(runs.lengths, device(), runs.parents),
-        torch.from_numpy(active).to(device()),
+        queued_copy(torch.from_numpy(active), device()),
     )
 
 

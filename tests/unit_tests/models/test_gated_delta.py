@@ -19,7 +19,13 @@ from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.layers.attention import PackedLayout
-from torchtitan.models.layers.delta_rule import delta_rule, places_of
+from torchtitan.models.layers.delta_rule import (
+    _by_terms,
+    delta_rule,
+    gradients_in_few_launches,
+    places_of,
+    scan_in_few_launches,
+)
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.checkpoint_shape import trained_parameters
 from torchtitan.models.shape.costs import Passes, model_flops
@@ -116,6 +122,29 @@ def _token_by_token(
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("counts", [[1], [2, 1, 3], [1] * 9, [40, 1, 27], [130]])
+def test_the_scan_in_few_launches_is_the_one_step_by_step(counts: list[int]) -> None:
+    """What GPUs run, in float64 on a CPU: sequences of so many chunks, with and without initial states."""
+    generator, heads, size, width, tokens = torch.Generator().manual_seed(len(counts)), 2, 6, 5, 4
+    chunks = sum(counts) + 3  # some belong to no sequence
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(chunks, heads, *shape, generator=generator, dtype=torch.float64)
+
+    new, decay, gradient = some(tokens, width), some().sigmoid(), some(size, width)
+    read, key = F.normalize(some(tokens, size), dim=-1) / 2, F.normalize(some(tokens, size), dim=-1) / 2
+    first = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
+    initial = torch.randn(len(counts), heads, size, width, generator=generator, dtype=torch.float64)
+    for start in (None, initial):
+        states = torch.ops.torchtitan.delta_scan(new, read, key, decay, start, first)
+        found = scan_in_few_launches(new, read, key, decay, start, first)
+        torch.testing.assert_close(found, states, rtol=1e-12, atol=1e-12)
+    expected = torch.ops.torchtitan.delta_scan_backward(gradient, new, read, key, decay, states, first)
+    after = gradients_in_few_launches(gradient, read, key, decay, first)
+    for by_term, wanted in zip(_by_terms(after, new, read, key, states), expected, strict=True):
+        torch.testing.assert_close(by_term, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
@@ -132,7 +161,7 @@ def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
     layout = PackedLayout(lengths)
     q, k, v, decay, beta = leaves
     places = places_of(layout.cumulative, total + padding, chunk)
-    found, _ = delta_rule(q, k, v, decay, beta, places, layout.bounds[:, 0], initial, chunk)
+    found, _ = delta_rule(q, k, v, decay, beta, places, initial, chunk)
     parts = zip(*(one[:total].split(lengths) for one in leaves), initial, strict=True)
     expected = torch.cat([_token_by_token(*part) for part in parts])
     torch.testing.assert_close(found[:total], expected, rtol=1e-12, atol=1e-12)
@@ -144,7 +173,7 @@ def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
         # torch's own checks: the schema, the fake kernels' shapes, gradients under the compiler.
         shapes = [(5, 2, 4, 3), (5, 2, 4, 6), (5, 2, 4, 6), (5, 2)]
         terms = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-        arguments = (*terms, torch.randn(2, 2, 6, 3), torch.tensor([0, 9, 12]), 4)
+        arguments = (*terms, torch.randn(2, 2, 6, 3), torch.tensor([0, 3, 4]))
         torch.library.opcheck(torch.ops.torchtitan.delta_scan.default, arguments)
 
 

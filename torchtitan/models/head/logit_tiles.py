@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan.distributed.device import matmul, matmul_operand
+from torchtitan.distributed.device import matmul, matmul_operand, queued_copy
 
 CUT_OFF = -1e30
 """Logit of a token that was not kept: finite, so that 0 · logit is 0, and far below any real logit"""
@@ -49,8 +49,8 @@ class KeptTokens:
         if not token_ids:
             return None
         bounds = [0, *itertools.accumulate(map(len, rows))]
-        offsets = torch.tensor(bounds)
-        return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device), bounds)
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        return cls(queued_copy(torch.tensor(bounds), device), queued_copy(ids, device), bounds)
 
     def part(self, rows: slice) -> KeptTokens:
         """The kept tokens of some targets."""

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from torchtitan.distributed.device import queued_copy
 from torchtitan.models.layers.batch_invariance import KEY_BLOCK
 from torchtitan.models.layers.forest import Buckets, buckets_of, forest_of, padded
+
+if TYPE_CHECKING:
+    from torchtitan.models.layers.delta_rule import ChunkPlaces
 
 # The sum of a padding query: no key has a probability under it, whatever its score.
 NO_QUERY = 1e30
@@ -402,8 +406,8 @@ class PackedLayout:
         offsets = F.pad(size.cumsum(0), (1, 0))
         self.bounds = torch.stack((offsets, torch.tensor([*parents, -1])), 1)
         shift = (torch.tensor(self.starts) - offsets[:-1]).repeat_interleave(size)
-        self.positions = (torch.arange(self.total) + shift).to(device)
-        self.cumulative = offsets.to(torch.int32).to(device)
+        self.positions = queued_copy(torch.arange(self.total) + shift, device)
+        self.cumulative = queued_copy(offsets.to(torch.int32), device)
 
 
 class AttentionLayer(Protocol):
@@ -426,6 +430,9 @@ class PackedAttention:
 
     T may exceed the layout's; rows that belong to no sequence are zero.
     """
+
+    places: ChunkPlaces | None = None
+    """Where the T tokens lie in chunks, if the model has recurrent layers"""
 
     def __init__(self, layout: PackedLayout):
         self.cumulative, self.bounds = layout.cumulative, layout.bounds

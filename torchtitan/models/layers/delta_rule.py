@@ -8,7 +8,7 @@ stored under its key, and reads it with its query:
 Within a chunk the values that its tokens write follow from one triangular system (section 3.3 there), so only the
 states at the beginnings of chunks are computed one after another. Chunks are counted from the beginning of their
 sequence and contain tokens of one sequence only. A token's result depends on those before it in its chunk and on the
-state at the chunk's beginning: whoever has these computes the same bits, whatever else is in the batch.
+state at the chunk's beginning: on a CPU, whoever has these computes the same bits, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from torchtitan.models.layers.linear_scan import linear_scan, padded_steps
 from torchtitan.models.shape.delta_args import CHUNK
 
 
@@ -74,12 +75,11 @@ def next_state(
     return state * decay[..., None, None] + key.mT @ (new - read @ state)
 
 
-def _steps(bounds: torch.Tensor, chunk: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The first chunk of every sequence, and for each step those chunks that have a next one."""
-    count = bounds.diff() // chunk + 1
-    first = F.pad(count.cumsum(0), (1, 0))[:-1]
-    steps = [(first + step)[count > step + 1].to(device) for step in range(int(count.max()) - 1)]
-    return first.to(device), steps
+def _steps(first: torch.Tensor) -> list[torch.Tensor]:
+    """For each step those chunks that have a next one, where first [sequences + 1] are the first chunks of all
+    sequences, and the one behind the last."""
+    count = first.diff()
+    return [(first[:-1] + step)[count > step + 1] for step in range(int(count.max()) - 1)]
 
 
 def _scan(
@@ -88,14 +88,14 @@ def _scan(
     key: torch.Tensor,
     decay: torch.Tensor,
     initial: torch.Tensor | None,
-    bounds: torch.Tensor,
-    chunk: int,
+    first: torch.Tensor,
 ) -> torch.Tensor:
-    first, steps = _steps(bounds, chunk, new.device)
+    if new.is_cuda:
+        return scan_in_few_launches(new, read, key, decay, initial, first)
     states = new.new_zeros(*decay.shape, key.shape[-1], new.shape[-1])
     if initial is not None:
-        states[first] = initial
-    for here in steps:
+        states[first[:-1]] = initial
+    for here in _steps(first):
         states[here + 1] = next_state(states[here], new[here], read[here], key[here], decay[here])
     return states
 
@@ -107,32 +107,99 @@ def _scan_backward(
     key: torch.Tensor,
     decay: torch.Tensor,
     states: torch.Tensor,
-    bounds: torch.Tensor,
-    chunk: int,
+    first: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With G the gradient of the state after a chunk and S the state before it: key G is that of what is written, and
     decay G - read^T key G comes back to S."""
+    if new.is_cuda:
+        after = gradients_in_few_launches(gradient, read, key, decay, first)
+        return _by_terms(after, new, read, key, states)
     by_state = gradient.clone()
-    by_new, by_read, by_key, by_decay = (torch.zeros_like(x) for x in (new, read, key, decay))
-    for here in reversed(_steps(bounds, chunk, new.device)[1]):
-        after, state = by_state[here + 1], states[here]
-        written = key[here] @ after
-        by_new[here] = written
-        by_read[here] = -(written @ state.mT)
-        by_key[here] = (new[here] - read[here] @ state) @ after.mT
-        by_decay[here] = (after * state).sum((-2, -1))
-        by_state[here] += after * decay[here][..., None, None] - read[here].mT @ written
-    return by_new, by_read, by_key, by_decay
+    found = torch.zeros_like(new), torch.zeros_like(read), torch.zeros_like(key), torch.zeros_like(decay)
+    for here in reversed(_steps(first)):
+        after = by_state[here + 1]
+        terms = _by_terms(after, new[here], read[here], key[here], states[here])
+        for by_term, of_step in zip(found, terms, strict=True):
+            by_term[here] = of_step
+        by_state[here] += after * decay[here][..., None, None] - read[here].mT @ terms[0]
+    return found
+
+
+def _by_terms(
+    after: torch.Tensor, new: torch.Tensor, read: torch.Tensor, key: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of new, read, key and decay from `after`, that of the state after each chunk."""
+    written = key @ after
+    return written, -(written @ state.mT), (new - read @ state) @ after.mT, (after * state).sum((-2, -1))
+
+
+def _ends(first: torch.Tensor, chunks: int) -> torch.Tensor:
+    """[chunks] bool: whether no chunk of the same sequence follows."""
+    behind = torch.arange(chunks, device=first.device) >= first[-1]
+    return behind.index_fill_(0, first[1:] - 1, True)
+
+
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """[N, heads, ...] -> [heads, padded_steps(N), ...], with zeros behind."""
+    count, steps = len(x), padded_steps(len(x))
+    if count == steps:
+        return x.transpose(0, 1).contiguous()
+    rows = x.new_zeros(x.shape[1], steps, *x.shape[2:])
+    rows[:, :count] = x.transpose(0, 1)
+    return rows
+
+
+def _closed(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """x [N, ...] with zeros for the last chunks of sequences."""
+    return x.masked_fill(last.view(-1, *(1,) * (x.dim() - 1)), 0)
+
+
+def _transitions(read: torch.Tensor, key: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """What a chunk multiplies the state by, decay - key^T read, for [heads, chunks, ...]."""
+    a = (key.mT @ read).neg_()
+    a.diagonal(dim1=-2, dim2=-1).add_(decay[..., None])
+    return a
+
+
+def scan_in_few_launches(
+    new: torch.Tensor,
+    read: torch.Tensor,
+    key: torch.Tensor,
+    decay: torch.Tensor,
+    initial: torch.Tensor | None,
+    first: torch.Tensor,
+) -> torch.Tensor:
+    """The states of `_scan` for GPUs: all sequences are one chain of chunks, as a sequence's last chunk hands on the
+    next one's initial state and nothing else. Sums have another order than step by step, so bits differ."""
+    chunks, last = len(decay), _ends(first, len(decay))
+    new, read, key, decay = _by_head(new), _by_head(read), _by_head(_closed(key, last)), _by_head(_closed(decay, last))
+    b = key.mT @ new
+    start = None
+    if initial is not None:
+        start = initial[0]
+        b[:, first[1:-1] - 1] = initial[1:].transpose(0, 1)
+    states = linear_scan(_transitions(read, key, decay), b, start)[:, :chunks]
+    return states.transpose(0, 1).contiguous()
+
+
+def gradients_in_few_launches(
+    gradient: torch.Tensor, read: torch.Tensor, key: torch.Tensor, decay: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the state after each chunk [N, heads, Dk, Dv], 0 for a sequence's last: the same chain from its
+    end, with transposed transitions."""
+    chunks, last = len(decay), _ends(first, len(decay))
+    read, key, decay = _by_head(read), _by_head(_closed(key, last)), _by_head(_closed(decay, last))
+    after = linear_scan(_transitions(key, read, decay), _by_head(gradient), backward=True)[:, :chunks]
+    return _closed(after.transpose(0, 1), last)
 
 
 # The number of steps depends on the lengths of sequences: in a compiled graph the scan is one node. custom_op would
 # import the compiler into every engine, see attention.py.
 _library = torch.library.Library("torchtitan", "FRAGMENT")
 _TERMS = "Tensor new, Tensor read, Tensor key, Tensor decay"
-_library.define(f"delta_scan({_TERMS}, Tensor? initial, Tensor bounds, int chunk) -> Tensor")
+_library.define(f"delta_scan({_TERMS}, Tensor? initial, Tensor first) -> Tensor")
 _library.define(
-    f"delta_scan_backward(Tensor gradient, {_TERMS}, Tensor states, Tensor bounds, int chunk) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
+    f"delta_scan_backward(Tensor gradient, {_TERMS}, Tensor states, Tensor first) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.impl("delta_scan", _scan, "CompositeExplicitAutograd")
 _library.impl("delta_scan_backward", _scan_backward, "CompositeExplicitAutograd")
@@ -147,13 +214,13 @@ def _backward_shapes(gradient: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *terms, _, bounds, ctx.chunk = inputs
-    ctx.save_for_backward(*terms, output, bounds)
+    *terms, _, first = inputs
+    ctx.save_for_backward(*terms, output, first)
 
 
 def _derive(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.torchtitan.delta_scan_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.chunk)
-    return (*found, None, None, None)
+    found = torch.ops.torchtitan.delta_scan_backward(gradient.contiguous(), *ctx.saved_tensors)
+    return (*found, None, None)
 
 
 torch.library.register_fake("torchtitan::delta_scan", _shape, lib=_library)
@@ -171,6 +238,8 @@ class ChunkPlaces(NamedTuple):
     """[T], chunk × tokens of a chunk + place in the chunk"""
     token: torch.Tensor
     """[N × tokens of a chunk], the token at each place, T if there is none"""
+    first: torch.Tensor
+    """[sequences + 1], the first chunk of each sequence, and the one behind the last"""
 
 
 def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> ChunkPlaces:
@@ -182,7 +251,10 @@ def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> Chun
     position = every - starts[sequence]
     place = first[sequence] * chunk + position
     count = tokens // chunk + len(cumulative)
-    return ChunkPlaces(position, place, every.new_full((count * chunk,), tokens).index_copy(0, place, every))
+    if cumulative.is_cuda:
+        count = padded_steps(count)
+    token = every.new_full((count * chunk,), tokens).index_copy(0, place, every)
+    return ChunkPlaces(position, place, token, first)
 
 
 class Chunked(NamedTuple):
@@ -202,7 +274,6 @@ def delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     places: ChunkPlaces,
-    bounds: torch.Tensor,
     initial: torch.Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, Chunked]:
@@ -213,16 +284,17 @@ def delta_rule(
         v: [T, heads, Dv].
         g, beta: [T, heads].
         places: from `places_of` for this pack and chunk.
-        bounds: [sequences + 1] int64 on the host, offsets of the sequences.
         initial: [sequences, heads, Dk, Dv], states that sequences begin with, without a gradient; None: 0.
     """
 
-    def chunked(x: torch.Tensor) -> torch.Tensor:
-        rows = F.pad(x, (0,) * (2 * x.dim() - 1) + (1,)).index_select(0, places.token)
-        return rows.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous()
-
-    q, k, v, g, beta = (chunked(x) for x in (q, k, v, g, beta))
+    operands = q, k, v, g, beta
+    # Of all operands in one copy, behind which a row of zeros stands for places without a token.
+    rows = F.pad(torch.cat([x.flatten(1) for x in operands], 1), (0, 0, 0, 1)).index_select(0, places.token)
+    chunks = rows.unflatten(0, (-1, chunk)).split([x[0].numel() for x in operands], -1)
+    q, k, v, g, beta = (
+        part.unflatten(-1, x.shape[1:]).transpose(1, 2).contiguous() for part, x in zip(chunks, operands, strict=True)
+    )
     terms = chunk_terms(k, v, g, beta)
-    states = torch.ops.torchtitan.delta_scan(*terms[:4], initial, bounds, chunk)
+    states = torch.ops.torchtitan.delta_scan(*terms[:4], initial, places.first)
     out = chunk_output(q, k, terms, states)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, places.place), Chunked(k, v, g, beta, states)

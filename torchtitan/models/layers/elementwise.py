@@ -82,13 +82,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Sigmoid from operations that treat all elements alike wherever they lie in the batch."""
+    """Sigmoid from operations that treat all elements alike wherever they lie in the batch, as a GPU's own does."""
+    if x.is_cuda:
+        return x.sigmoid()
     # Without a bound, the exponential could overflow and its gradient would be NaN.
     return (x.clamp(min=-80).neg().exp() + 1.0).reciprocal()
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """log(1 + e^x), likewise; above 20 that is x to the last bit of fp32."""
+    if x.is_cuda:
+        return F.softplus(x)
     return x.clamp(max=20).exp().log1p() + (x - 20).clamp(min=0)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtitan.distributed.device import queued_copy
 from torchtitan.models.layers.batch_invariance import key_length, padded_length
 
 # A bucket takes runs down to this share of its longest, so at most a quarter of its rows is padding (plus rounding).
@@ -38,13 +39,15 @@ class Forest:
             self.paths.append(run if parent < 0 else torch.cat((self.paths[parent], run)))
             self.lengths.append(end - offset)
             self.starts.append(len(self.paths[-1]) - len(run))
+        self._key_rows = torch.cat(self.paths)
+        self._key_ends = torch.tensor([0, *itertools.accumulate(map(len, self.paths))], dtype=torch.int32)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019
     def keys(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
         """For kernels that take keys of variable length: the rows of all paths one after another, where each path ends
-        [runs + 1] int32, and the longest path."""
-        sizes = torch.tensor([0, *map(len, self.paths)])
-        return torch.cat(self.paths).to(device), sizes.cumsum(0).to(torch.int32).to(device), int(sizes.max())
+        [runs + 1] int32, and the longest path. All layers of a pack take the same ones, and none waits for them."""
+        rows, ends = queued_copy(self._key_rows, device), queued_copy(self._key_ends, device)
+        return rows, ends, max(map(len, self.paths))
 
 
 @functools.lru_cache(maxsize=16)

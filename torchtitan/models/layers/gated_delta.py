@@ -25,6 +25,7 @@ from torchtitan.models.layers.elementwise import RMSNorm, RotaryTables, sigmoid,
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from torchtitan.models.layers.attention import PackedAttention
     from torchtitan.models.shape.delta_args import Delta
     from torchtitan.models.shape.model_args import ModelArgs
 
@@ -109,9 +110,7 @@ class GatedDeltaNet(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         rate, bias = (local_tensor(parameter).to(wide) for parameter in (self.A_log, self.dt_bias))
         g = -rate.exp() * softplus(a.to(wide) + bias)
-        recur: Recurrence = getattr(attend, "recur", None) or functools.partial(
-            recur_pack, attend.cumulative, attend.bounds[:, 0]
-        )
+        recur: Recurrence = getattr(attend, "recur", None) or functools.partial(recur_pack, attend)
         out = self.norm(recur(self, mixed, g, sigmoid(b.to(wide))).to(x.dtype))
         return self.out_proj(swiglu(z, out.flatten(-2)))
 
@@ -132,41 +131,38 @@ class GatedDeltaNet(nn.Module):
         the convolution's output, activated."""
         weight = local_copy(self.conv1d.weight).squeeze(1)
         weight = weight if self.shard is None else self.shard.rank_channels(weight)
-        out = taps[0] * weight[:, -1]
-        for back, tap in enumerate(taps[1:], 2):
-            out = out + tap * weight[:, -back]
-        return out * sigmoid(out)
+        newest, *earlier = reversed(weight.unbind(1))
+        out = taps[0] * newest
+        for tap, by in zip(taps[1:], earlier, strict=True):
+            out = out + tap * by
+        return F.silu(out) if out.is_cuda else out * sigmoid(out)
 
     def operands(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, channels] -> queries and keys [T, key heads, Dk] of lengths 1 / √Dk and 1, and values [T, heads, Dv]."""
         sizes = self.sizes
         wide = convolved.to(torch.promote_types(convolved.dtype, torch.float32))
-        q, k, v = wide.split((sizes.key_heads * sizes.key_dim,) * 2 + (sizes.value_heads * sizes.value_dim,), -1)
-        q, k = (heads.unflatten(-1, (sizes.key_heads, -1)) for heads in (q, k))
-        q, k = (heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for heads in (q, k))
+        qk, v = wide.split((2 * sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim), -1)
+        heads = qk.unflatten(-1, (2 * sizes.key_heads, -1))
+        heads = heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+        q, k = heads.chunk(2, 1)
         return q * sizes.key_dim**-0.5, k, v.unflatten(-1, (sizes.value_heads, -1))
 
 
 def recur_pack(
-    cumulative: torch.Tensor,
-    bounds: torch.Tensor,
-    layer: GatedDeltaNet,
-    mixed: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    attend: PackedAttention, layer: GatedDeltaNet, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """A Recurrence over the whole sequences of a pack, whose offsets are cumulative [sequences + 1] on the device and
-    bounds on the host. Rows past the last sequence mean nothing."""
-    places = places_of(cumulative, len(mixed))
-    taps = [mixed]
-    for back in range(1, layer.sizes.kernel):
-        earlier = F.pad(mixed, (0, 0, back, 0))[: len(mixed)]
-        taps.append(torch.where(places.position[:, None] >= back, earlier, 0.0))
-    q, k, v = layer.operands(layer.convolve(taps))
+    """A Recurrence over the whole sequences of a pack. Rows past the last sequence mean nothing."""
+    places = attend.places
+    if places is None or torch.compiler.is_compiling():
+        # A graph that is given them would be specific to more sizes.
+        places = places_of(attend.cumulative, len(mixed))
+    position = places.position[:, None]
+    earlier = [torch.where(position >= back, mixed.roll(back, 0), 0.0) for back in range(1, layer.sizes.kernel)]
+    q, k, v = layer.operands(layer.convolve([mixed, *earlier]))
     halves = mixed.is_cuda and mixed.dtype in (torch.bfloat16, torch.float16)
     if halves and not torch.compiler.is_compiling() and (kernel := fla_kernel()) is not None:
-        return _by_kernel(kernel, q, k, v, g, beta, cumulative, int(bounds[-1])).to(v.dtype)
-    return delta_rule(q, k, v, g, beta, places, bounds)[0]
+        return _by_kernel(kernel, q, k, v, g, beta, attend.cumulative, int(attend.bounds[-1, 0])).to(v.dtype)
+    return delta_rule(q, k, v, g, beta, places)[0]
 
 
 def _by_kernel(

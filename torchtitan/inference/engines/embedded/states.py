@@ -120,7 +120,8 @@ class _Continued:
         self._before = [start % CHUNK for _, start, _ in parts]
         lengths = [before + end - start for before, (_, start, end) in zip(self._before, parts, strict=True)]
         layout = PackedLayout(lengths, device)
-        self._bounds, self._places = layout.bounds[:, 0], places_of(layout.cumulative, layout.total)
+        self._places = places_of(layout.cumulative, layout.total)
+        self._offsets = layout.bounds[:, 0].tolist()
         self._total = layout.total
         is_new = np.concatenate([np.arange(n) >= before for n, before in zip(lengths, self._before, strict=True)])
         self._new = torch.from_numpy(np.flatnonzero(is_new)).to(device)
@@ -134,14 +135,14 @@ class _Continued:
         q, k, v = layer.operands(self._convolved(layer, mixed[:tokens], memory.inputs))
         new = (q, k, v, g[:tokens], beta[:tokens])
         operands = [part.new_zeros(self._total, *part.shape[1:]).index_copy_(0, self._new, part) for part in new]
-        for (row, _, _), first, before in zip(self._parts, self._bounds.tolist(), self._before, strict=False):
+        for (row, _, _), first, before in zip(self._parts, self._offsets, self._before, strict=False):
             # The queries of tokens that are known already are not asked again.
             for operand, kept in zip(operands[1:], memory[1:5], strict=True):
                 operand[first : first + before] = kept[row, :, :before].transpose(0, 1)
         has_begun = self._has_begun.view(-1, 1, 1, 1)
         initial = torch.where(has_begun, memory.state[self._rows], 0.0)
         q, k, v, g, beta = operands
-        out, chunked = delta_rule(q, k, v, g, beta, self._places, self._bounds, initial)
+        out, chunked = delta_rule(q, k, v, g, beta, self._places, initial)
         for kept, last in zip(memory[1:], chunked, strict=True):
             kept[self._rows] = last[self._last]
         return F.pad(out.index_select(0, self._new), (0, 0, 0, 0, 0, len(mixed) - tokens))
