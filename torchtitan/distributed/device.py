@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import random
-import re
 import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from torchtitan.config.gpu_defaults import device_problem
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.addresses import choose_interface
+from torchtitan.utils.cards import find_card
 from torchtitan.utils.child_process import STORE_VARIABLE
 from torchtitan.utils.machine import count_cores, gpus_of_driver, hides_gpus, keep_freed_memory
 from torchtitan.utils.ranks import from_torchrun
@@ -37,23 +37,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-# Dense bf16 operations per second by words of the device's name. The first match counts: longer names come first.
-# The source is the makers' data sheets, which also list figures "with sparsity" that are twice as large.
-_PEAKS = (
-    ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H20", 148e12),
-    ("B200", 2250e12),
-    ("GB200", 2500e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("MI300X", 1307e12),
-)
 # A copy within host memory that takes longer than this is considered stuck.
 _CPU_WORK_SECONDS = 600.0
 # A call of NCCL that waits for the peer (connecting does) fails after so many seconds; torch's default is 30 minutes.
@@ -404,13 +387,8 @@ def peak_flops() -> float | None:
     """Operations per second of dense bf16 matrix products on this device, from its data sheet; None if not known."""
     if device().type != "cuda":
         return None
-    return _peak_of(torch.cuda.get_device_name(device()))
-
-
-def _peak_of(name: str) -> float | None:
-    if "MIG" in name:
-        return None  # a part of a GPU
-    return next((peak for known, peak in _PEAKS if re.search(rf"\b{known}\b", name)), None)
+    card = find_card(torch.cuda.get_device_name(device()))
+    return None if card is None else card.operations
 
 
 def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:

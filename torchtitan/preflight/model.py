@@ -36,6 +36,7 @@ from torchtitan.models.shape.checkpoint_shape import (
 from torchtitan.models.shape.exports import SHIPPED
 from torchtitan.models.shape.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.preflight.check import Check
+from torchtitan.preflight.gpu_memory import check_gpu_memory
 from torchtitan.preflight.hub import is_snapshot
 from torchtitan.preflight.memory import check_memory
 
@@ -101,6 +102,7 @@ def check_model(check: Check) -> None:
         _check_foreign(check, args)
     _check_shape(check, args)
     check_memory(check, args)
+    check_gpu_memory(check, args)
 
 
 def _missing(check: Check) -> str:

@@ -12,109 +12,28 @@ from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import (
-    BYTES,
     MemoryEstimate,
-    Passes,
     estimate_memory,
-    model_flops,
     muon_bytes,
     on_device,
     parts_on_host,
-    recomputed_layers,
-    scored_passes,
     version_bytes,
 )
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.checkpoint import untrained_parts, unusual_tokens
+from torchtitan.preflight.gpu_memory import tight_gpu
 from torchtitan.preflight.hub import lacking_weights
 from torchtitan.preflight.inference import engine_python
 from torchtitan.preflight.memory import OTHER_DESCRIPTORS, connections, few_descriptors, size_text, tight_memory
-from torchtitan.preflight.roofline import training_roofline
 from torchtitan.preflight.sources import describe_mix
+from torchtitan.preflight.step_time import describe_step_time
 from torchtitan.utils.machine import possible_descriptors
 from torchtitan.weight_sync.transports.nccl import differing_nccl
 
-# H100 (SXM): dense bf16 operations and bytes of memory per second from the data sheet, and the fraction often reached.
-OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
-BANDWIDTH, REACHED_BANDWIDTH = 3.35e12, 0.6
-# Bytes per second of 100 Gbit/s.
-LINK = 12.5e9
 # Without a GPU to query, a run that shares devices with its engines is planned for this size.
 PLANNED_DEVICE = 80 * GIB
 # The largest fraction of a GPU's memory for weights: the rest is for the KV cache and the engine's workspace.
 WEIGHTS_SHARE = 0.4
-
-
-def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
-    """Return the seconds for which `ranks` H100s train on a batch whose sequences all have the maximum length.
-
-    This counts the operations of the model, including layers that are recomputed in the backward pass.
-    """
-    grpo = config.grpo
-    lengths = [config.training.seq_len] * config.training.global_batch_size
-    completions = min(longest_completion(config), config.training.seq_len) * len(lengths)
-    operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored_passes(config)))
-    again = model_flops(args, lengths, 0, Passes(0, scored=1))
-    if config.activation_checkpoint.mode == "op":
-        again = sum(lengths) * model_flops(args, [1], 0, Passes(0, scored=1))  # without attention
-    operations += recomputed_layers(config, args) / args.num_hidden_layers * grpo.num_iterations * again
-    return operations / (ranks * OPERATIONS * REACHED_OPERATIONS)
-
-
-def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float | None:
-    """Return the seconds in which H100s sample a batch of completions of the maximum length.
-
-    Returns None if the run starts no engine that computes on GPUs. A decode step reads the weights once, and the keys
-    and values of all running sequences.
-    """
-    inference = config.inference
-    if config.rollout.replay or inference.servers or not config.inference.spec.on_gpus:
-        return None
-    size, longest = inference.engine.tensor_parallel_size, longest_completion(config)
-    engines = max(1, ranks // size) if is_colocated(config) else max(1, inference.num_actors)
-    each = -(-config.training.global_batch_size // engines)
-    rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
-    width = BYTES[inference.dtype]
-    per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * width
-    prompt = config.training.seq_len - longest
-    read = args.num_parameters() * width + running * per_token * (prompt + longest / 2)
-    return rounds * longest * read / (size * BANDWIDTH * REACHED_BANDWIDTH)
-
-
-def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:
-    """Return the plan's line about the step time."""
-    training, generation = training_seconds(config, args, ranks), generation_seconds(config, args, ranks)
-    assumed = (
-        f"sequences of full length, {ranks} ranks on H100s at {REACHED_OPERATIONS:.0%} of their peak, "
-        f"{REACHED_BANDWIDTH:.0%} of their bandwidth"
-    )
-    if generation is None:
-        return [f"step time at most: training {training:,.1f} s ({assumed})", *describe_roofline(config, args, ranks)]
-    in_turn = is_colocated(config) or shares_devices(config) or not config.grpo.async_weight_update
-    both = training + generation if in_turn else max(training, generation)
-    parts = f"training {training:,.1f} s and generation {generation:,.1f} s"
-    parts += " one after the other" if in_turn else " at the same time"
-    return [f"step time at most: {both:,.1f} s, {parts} ({assumed})", *describe_roofline(config, args, ranks)]
-
-
-def describe_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:
-    """Return the plan's lines about where the time of a step goes."""
-    seconds, mfu = training_roofline(config, args, ranks)
-    hidden = seconds.pop("hidden collectives")
-    parts = ", ".join(f"{part} {time:,.1f} s" for part, time in seconds.items())
-    longest = dict(seconds)
-    lines = [
-        f"training by the roofline: {sum(seconds.values()):,.1f} s, MFU {mfu:.2f}: {parts} ({hidden:,.1f} s hidden)"
-    ]
-    if (generation := generation_seconds(config, args, ranks)) is not None:
-        lines.append(f"  generation, bound by memory: {generation:,.1f} s")
-        longest["generation"] = generation
-    if has_engines(config) and not is_colocated(config):
-        version = version_bytes(config, args)
-        lines.append(f"  a version to an actor: {version / LINK:,.1f} s over 100 Gbit/s")
-        longest["a version to an actor"] = version / LINK
-    lines.append(f"  what takes longest: {max(longest, key=longest.__getitem__)}")
-    return lines
 
 
 def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
@@ -135,6 +54,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         None if counts_epochs else warn_long_warmup(config),
         differing_nccl(config, engine_python(config)),
         tight_memory(config, ranks),
+        tight_gpu(config, ranks),
         few_descriptors(config),
         unusual_tokens(config),
         untrained_parts(config),

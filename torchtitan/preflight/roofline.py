@@ -1,9 +1,8 @@
-"""Where the seconds of a training step go, by the roofline of H100s: what each part computes, reads and sends.
+"""Where the seconds of a training step go, by the roofline of a card: what each part computes, reads and sends.
 
 The counts are those of the trainer's own operators, without compilation (a test compares them with a traced step). The
 recurrence of a Gated DeltaNet is counted as attention. A part takes as long as its operations or its bytes do (Williams
-et al. 2009), at the shares of an H100's peaks (989e12 bf16 operations and 3.35e12 bytes per second, data sheet) that
-such kernels reach.
+et al. 2009), at the shares of the card's peaks (data sheets, see utils/cards.py) that such kernels reach on H100s.
 """
 
 from __future__ import annotations
@@ -14,14 +13,18 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import keeps_unsharded_params
 from torchtitan.models.shape.costs import BYTES, Passes, estimate_memory, model_flops, recomputed_layers, scored_passes
 from torchtitan.models.shape.model_args import ModelArgs
+from torchtitan.utils.cards import Card
 
-PEAK = 989e12
-# Operations per second of dense products, of products by expert and of attention; bytes per second of everything else.
-PRODUCTS, EXPERTS, ATTENTION, MEMORY = 0.70 * PEAK, 0.45 * PEAK, 0.35 * PEAK, 2.6e12
-# Bytes per second that a GPU sends while it receives as many: over NVLink within a machine of 8, and over 400 Gbit/s.
-NVLINK, NETWORK, MACHINE = 360e9, 45e9, 8
-# Bytes per second that a GPU copies from or to pinned host memory (PCIe 5).
-PCIE = 55e9
+# Shares of the peak that are reached by dense products, products by expert, attention, and by memory for all else.
+PRODUCTS, EXPERTS, ATTENTION, MEMORY = 0.70, 0.45, 0.35, 0.776
+# The same of links between the GPUs of a machine of 8, and to host memory.
+LINKS, MACHINE = 0.8, 8
+# Bytes per second that a GPU sends while it receives as many over 400 Gbit/s between machines.
+NETWORK = 45e9
+# Processor seconds of the host: to pack a token of the batch (`benchmarks/packing.py`), and to launch an operator
+# (assumed; no GPU has told us yet). Launches of a layer for a micro-batch, forward and backward, as traced.
+PACKING, LAUNCH = 1.7e-7, 6e-6
+LAUNCHES, RECURRENT_LAUNCHES = 140, 400
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,18 @@ class Counts:
     waited_for: float
     """Sent between operators: by tensor, context and expert parallelism"""
 
-    def seconds(self, ranks: int) -> dict[str, float]:
-        """Seconds of each part."""
+    def seconds(self, ranks: int, card: Card) -> dict[str, float]:
+        """Seconds of each part. "messages" are those that nothing else runs beside."""
         computed = {
-            "products": self.products / PRODUCTS + self.experts / EXPERTS,
-            "attention": self.attention / ATTENTION,
-            "elementwise": self.elementwise / MEMORY,
+            "products": (self.products / PRODUCTS + self.experts / EXPERTS) / card.operations,
+            "attention": self.attention / (ATTENTION * card.operations),
+            "elementwise": self.elementwise / (MEMORY * card.bandwidth),
         }
-        sent = self.overlapped / (NVLINK if ranks <= MACHINE else NETWORK)
+        links = LINKS * card.link
+        sent = self.overlapped / (links if ranks <= MACHINE else NETWORK)
         hidden = min(sent, sum(computed.values()))
         # The ranks of these dimensions are neighbours, on one machine.
-        return computed | {"collectives": sent - hidden + self.waited_for / NVLINK, "hidden collectives": hidden}
+        return computed | {"messages": sent - hidden + self.waited_for / links, "hidden messages": hidden}
 
 
 def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_batches: float, length: int) -> Counts:
@@ -159,20 +163,49 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
     return copied, sent
 
 
-def training_roofline(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[dict[str, float], float]:
-    """Return the seconds of each part of training on a batch of sequences of the maximum length, and the MFU: what the
-    model's own operations come to, as a fraction of the peak."""
-    parallelism = config.parallelism
+@dataclass(frozen=True)
+class TrainingTime:
+    """What training on one batch takes at least."""
+
+    seconds: dict[str, float]
+    """Of each part; they follow one another"""
+    hidden: float
+    """Seconds of messages beside the computation"""
+    flops: float
+    """Operations of the model for the batch, over all ranks"""
+    peak: float
+    """Operations that all ranks could do in a second"""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def mfu(self, without_messages: bool = False) -> float:
+        """The model's own operations as a fraction of what the ranks could do meanwhile. without_messages: if all of
+        them were hidden behind the computation."""
+        seconds = self.total - (self.seconds["messages"] if without_messages else 0.0)
+        return self.flops / (seconds * self.peak)
+
+
+def training_time(config: JobConfig, args: ModelArgs, ranks: int, card: Card) -> TrainingTime:
+    """Estimate what `ranks` GPUs take for a batch of sequences of the maximum length, at the hardware's limit."""
+    parallelism, grpo = config.parallelism, config.grpo
     sharing = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     length, sequences = config.training.seq_len, config.training.global_batch_size
     tokens = sequences * length / (ranks / sharing)
-    counts = count(config, args, ranks, tokens, tokens / config.training.tokens_per_micro_batch, length)
-    seconds = counts.seconds(ranks)
+    micro_batches = tokens / config.training.tokens_per_micro_batch
+    seconds = count(config, args, ranks, tokens, micro_batches, length).seconds(ranks, card)
+    hidden = seconds.pop("hidden messages")
+    recurrent = len(args.delta_layers)
+    launches = LAUNCHES * (args.num_hidden_layers - recurrent) + RECURRENT_LAUNCHES * recurrent
+    launching = micro_batches * (grpo.num_iterations + scored_passes(config) / 3) * launches * LAUNCH
+    # Launches run ahead of the GPU, so only what they take longer is waited for; a batch is packed before the first.
+    seconds["host"] = PACKING * sequences * length + max(0.0, launching - sum(seconds.values()))
     if config.training.enable_cpu_offload == "optimizer":
         # It comes and goes with every optimizer step, and nothing else runs meanwhile.
-        steps = config.grpo.num_iterations * config.grpo.num_minibatches
-        seconds["optimizer's state"] = 2 * steps * estimate_memory(config, args, ranks).optimizer / PCIE
-    total = sum(seconds.values()) - seconds["hidden collectives"]
-    passes = Passes(config.grpo.num_iterations, scored_passes(config))
-    needed = model_flops(args, [length] * sequences, length * sequences, passes)
-    return seconds, needed / (total * ranks * PEAK)
+        steps = grpo.num_iterations * grpo.num_minibatches
+        state = estimate_memory(config, args, ranks).optimizer
+        seconds["optimizer's state"] = 2 * steps * state / (LINKS * card.host)
+    passes = Passes(grpo.num_iterations, scored_passes(config))
+    flops = model_flops(args, [length] * sequences, length * sequences, passes)
+    return TrainingTime(seconds, hidden, flops, ranks * card.operations)

@@ -12,12 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit_tests.trainer.test_gradient_independence import make_batch
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed import device
 from torchtitan.models.layers.batch_invariance import InvariantSizes
 from torchtitan.models.shape.checkpoint_shape import FLAVORS
 from torchtitan.models.shape.costs import Passes, model_flops, throughput
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.rollout.types import Group, Sample
+from torchtitan.utils.cards import find_card
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 
@@ -127,6 +127,7 @@ def test_share_of_the_peak() -> None:
         "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA H20": 148e12,
         "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GB200": 2500e12, "NVIDIA B200": 2250e12,
         "NVIDIA H200 NVL": 835e12, "NVIDIA GH200 480GB": 989e12, "Tesla T4": None, "NVIDIA RTX A1000": None,
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "NVIDIA GeForce RTX 3090": 71e12, "NVIDIA A10G": 70e12,
+        "NVIDIA A10": 125e12, "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA RTX 6000 Ada Generation": 364e12,
     }  # fmt: skip
-    assert {name: device._peak_of(name) for name in names} == names
+    assert {name: card and card.operations for name, card in zip(names, map(find_card, names), strict=True)} == names

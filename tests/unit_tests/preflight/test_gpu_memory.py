@@ -1,0 +1,121 @@
+"""What a rank needs, by the plan, against the memory of its GPU, which the driver says."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.conftest import WriteConfig
+from tests.unit_tests.preflight.test_shipped_configs import FOR_GPUS
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference import placement
+from torchtitan.models.shape.checkpoint_shape import read_shape
+from torchtitan.models.shape.costs import estimate_memory, on_device
+from torchtitan.preflight.__main__ import main
+from torchtitan.preflight.gpu_memory import STEP_TOKENS, gpu_problem, largest_micro_batch, tight_gpu
+from torchtitan.preflight.validate import load_config
+from torchtitan.utils import cards
+
+CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
+# MiB, as nvidia-smi says them.
+MIB = {24: 24564, 40: 40960, 48: 49140, 80: 81559}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What nvidia-smi answers; a card that can be changed."""
+    answers = {"name": "NVIDIA A10G", "memory.total": str(MIB[24])}
+    for module in (placement, cards):
+        monkeypatch.setattr(module, "ask_driver", lambda query, *_: [answers[query.removeprefix("--query-gpu=")]])
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    return answers
+
+
+def planned(name: str, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
+    monkeypatch.setenv("WORLD_SIZE", str(FOR_GPUS[name]))
+    return load_config(["--job.config_file", str(CONFIGS / f"{name}.toml"), "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("name", "verdicts"),
+    [
+        # On 24, 40, 48 and 80 GB: + fits, ? a warning, - refused.
+        ("qwen3_0.6b_1gpu", "++++"),
+        ("qwen3_0.6b_gsm8k_vllm", "-+++"),
+        ("llama3.1_8b_gsm8k_sglang", "---+"),
+        ("qwen2.5_math_7b_colocated", "-??+"),
+        ("llama3.1_8b_128k_8gpu", "-+++"),
+        ("qwen3_30b_a3b_8gpu", "---+"),
+        ("gpt_oss_20b_8gpu", "---+"),
+        ("qwen3.5_9b_8gpu", "-?++"),
+        ("qwen2.5_math_72b_4nodes", "--?+"),
+    ],
+)
+def test_which_recipe_fits_which_card(
+    name: str, verdicts: str, card: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, ranks = planned(name, monkeypatch), FOR_GPUS[name]
+    args, found = read_shape(config), ""
+    for mib in MIB.values():
+        card["memory.total"] = str(mib)
+        problem, warning = gpu_problem(config, args, ranks), tight_gpu(config, ranks)
+        found += "-" if problem else "?" if warning else "+"
+        # What is named would fit, and a little more would not.
+        fitting = largest_micro_batch(config, args, ranks, 0.9 * mib * 2**20)
+        if warning and fitting is not None:
+            assert warning.endswith(f"training.tokens_per_micro_batch = {fitting} would fit")
+            assert [_needs(config, fitting + more, ranks) <= 0.9 * mib * 2**20 for more in (0, STEP_TOKENS)] == [
+                True,
+                False,
+            ]
+    assert found == verdicts
+
+
+def _needs(config: JobConfig, tokens: int, ranks: int) -> int:
+    changed = copy.copy(config)
+    changed.training = replace(config.training, tokens_per_micro_batch=tokens)
+    return on_device(changed, estimate_memory(changed, read_shape(changed), ranks))
+
+
+def test_a_start_that_cannot_fit_is_refused_and_its_plan_says_so(
+    card: dict[str, str],
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*write_config(), "--training.tokens_per_micro_batch", str(1 << 22)]
+    card["memory.total"] = "600"
+    assert main(arguments) == 2
+    refused = "training.tokens_per_micro_batch = 4194304 is not allowed: by the plan a rank needs"
+    assert refused in capsys.readouterr().err
+    assert main(["--dry-run", *arguments]) == 0
+    assert "WARNING: a run does not start on this machine: by the plan a rank needs" in capsys.readouterr().out
+    # On a CPU the GPU's memory does not matter.
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
+    assert tight_gpu(load_config(["--dry-run", *arguments]), 1) == ""
+
+
+def test_states_that_are_too_large_name_what_makes_them_smaller(
+    card: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = planned("llama3.1_8b_gsm8k_sglang", monkeypatch)
+    problem = gpu_problem(config, read_shape(config), 4)
+    assert problem is not None and problem[0] == "model.hf_assets_path"
+    assert "the optimizer's state alone take 29.9" in problem[1] and "lora.rank = 16" in problem[1]
+
+
+def test_times_are_those_of_the_card(card: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A10G is slower than an H100 by its data sheet, and an unknown card is planned as one."""
+    from torchtitan.preflight.step_time import describe_step_time
+
+    config = planned("qwen3_0.6b_1gpu", monkeypatch)
+    args, seconds = read_shape(config), []
+    for name, said in (("NVIDIA A10G", "NVIDIA A10G, data sheet"), ("NVIDIA X1", "as if on H100s: NVIDIA X1 is not")):
+        card["name"] = name
+        line = describe_step_time(config, args, 1)[0]
+        assert line.startswith("step at the hardware's limit: ") and said in line
+        seconds.append(float(line.split()[5].replace(",", "")))
+    assert seconds[0] > 4 * seconds[1]
