@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib import metadata
 
 import pytest
 
@@ -25,6 +26,9 @@ def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("backend", "transport", "level", "offload", "expected"),
     [
+        ("colocated 0.33.1", "tcp", 2, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
+        ("colocated 0.32.0+cpu", "tcp", 1, False, "expandable_segments:True"),
+        ("colocated 0.31.2", "tcp", 1, False, ""),
         ("vllm", "tcp", 0, False, "expandable_segments:True,pinned_max_cached_size_mb:1"),
         ("vllm", "nccl", 0, "optimizer", "expandable_segments:True,pinned_max_cached_size_mb:1"),
         ("vllm", "tcp", 1, True, "expandable_segments:True"),
@@ -34,8 +38,22 @@ def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.Mon
     ],
 )
 def test_ranks_set_up_allocators_for_what_shares_their_memory(
-    backend: str, transport: str, level: int, offload: bool | str, expected: str
+    backend: str,
+    transport: str,
+    level: int,
+    offload: bool | str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What is behind the backend is the version of vLLM that is installed there."""
+
+    def installed(_: str) -> str:
+        if not version:
+            raise metadata.PackageNotFoundError
+        return version
+
+    backend, _, version = backend.partition(" ")
+    monkeypatch.setattr(metadata, "version", installed)
     config = JobConfig()
     config.inference.backend, config.weight_sync.transport = backend, transport
     config.inference.sleep_level = level
