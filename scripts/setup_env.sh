@@ -14,6 +14,7 @@
 #   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu130. Default:
 #                           torch's default build with driver 580 or newer, auto with an older one, cpu without a driver
 #   LOCKED=1                first the versions of requirements.lock, with the extras data and test; pip checks their hashes
+#   SETUP_NOTHING=1         use $PYTHON as it is
 #   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: install a CUDA build (gigabytes) if there is no CPU build
 
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -130,6 +131,10 @@ setup_env() {
     local extras="${1:-}" lacking base
     local venv="$SETUP_ROOT/.venv/bin/python"
     base=""
+    if [[ "${SETUP_NOTHING:-0}" == 1 && -n "${PYTHON:-}" ]]; then
+        export PYTHON PYTHONPATH="$SETUP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+        return
+    fi
     if [[ -n "${PYTHON:-}" ]]; then
         if ! command -v "$PYTHON" >/dev/null 2>&1; then
             setup_say "PYTHON=$PYTHON: there is no such program"

@@ -5,7 +5,7 @@
 
 - peak_over_plan: what torch had allocated at the peak of the last step ÷ what the plan counts on the GPU meanwhile
 - reserved_over_allocated: what torch's allocator had taken from the GPU ÷ that
-- mfu: of the last step
+- mfu: of the last step, on GPUs whose peak is known
 - used_over_plan: the most memory in use of any GPU (--used: a file of MiB, a line per sample) ÷ what the plan counts
   there while the engine generates, which is the larger half of a step
 """
@@ -43,7 +43,8 @@ def figures(folder: Path, least_mfu: float, used: Path | None) -> Iterator[tuple
     peak = last["memory/device_peak_gib"]
     yield "peak_over_plan", peak * GIB / on_device(config, memory), "<=", MOST_OVER_PLAN
     yield "reserved_over_allocated", last["memory/device_reserved_gib"] / peak, "<=", MOST_RESERVED
-    if least_mfu:
+    # Of a GPU whose peak is not known (utils/cards.py), there is none.
+    if least_mfu and "mfu" in last:
         yield "mfu", last["mfu"], ">=", least_mfu
     if used is not None and (is_colocated(config) or shares_devices(config)):
         engine = colocated_memory(config, ranks, device_bytes_of_driver())

@@ -1,6 +1,7 @@
 """Runs a list of checks on GPUs, each with a deadline, and writes down what was expected and measured.
 
     python scripts/verify_gpu.py [--quick] [--checks FILE] [--folder DIR] [--minutes N] [--only NAME …] [--again]
+                                 [--no-engines]
 
 scripts/verify_gpu.sh calls it. The list is TOML, the most important checks first: a command of the shell, how many GPUs
 it needs, its deadline, and what its output must say (`must_say`, a pattern). Lines of our benchmarks with a bar are
@@ -42,6 +43,20 @@ class Check:
     """Pattern of the output; its group, or all of it, is what was measured"""
     gpus: int = 1
     minutes: float = 10.0
+    memory_gb: float = 0.0
+    """The least memory of a GPU, in 1e9 bytes"""
+    engine: str = ""
+    """What scripts/install_engine.sh installs for it"""
+
+    def unfit(self, here: dict[str, Any], engines: bool) -> tuple[str, str] | None:
+        """(status, why) if it is not run on this machine."""
+        if self.gpus > len(here["gpus"]):
+            return "left out", f"needs {self.gpus} GPUs"
+        if self.memory_gb * 1e9 > smallest_memory(here["gpus"]):
+            return "too small", f"these GPUs are too small for this part: it needs {self.memory_gb:g} GB"
+        if self.engine and not engines:
+            return "not run", f"needs {self.engine}, and --no-engines was given"
+        return None
 
 
 @dataclass
@@ -50,12 +65,19 @@ class Result:
 
     name: str
     status: str
-    """passed, failed, late (its deadline was over) or left out (too few GPUs)"""
+    """passed, failed, late (its deadline was over), left out (too few GPUs), too small (their memory) or not run (no
+    engine)"""
     expected: str = ""
     measured: str = ""
     seconds: float = 0.0
     figures: list[dict[str, Any]] = field(default_factory=list)
     """Bars of a benchmark: key, measured, relation, bar, met"""
+
+
+def smallest_memory(gpus: list[str]) -> float:
+    """Bytes of the smallest of these GPUs, as nvidia-smi lists them; those that say none have enough."""
+    sizes = [re.search(r"(\d+) MiB$", line) for line in gpus]
+    return min((int(size[1]) * 2.0**20 for size in sizes if size), default=float("inf"))
 
 
 def read_checks(path: Path) -> list[Check]:
@@ -151,6 +173,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no check after so long")
     parser.add_argument("--only", nargs="+", default=[], help="names of checks")
     parser.add_argument("--again", action="store_true", help="also what has passed before")
+    parser.add_argument("--no-engines", action="store_true", help="leave out what needs vLLM or SGLang")
     arguments = parser.parse_args()
     name = "verify_gpu_quick" if arguments.quick else "verify_gpu"
     arguments.checks = arguments.checks or ROOT / "scripts" / f"{name}.toml"
@@ -169,8 +192,9 @@ def main() -> int:
         done = check.name in known and known[check.name].status == "passed"
         if done or (arguments.only and check.name not in arguments.only):
             continue
-        if check.gpus > len(here["gpus"]):
-            known[check.name] = Result(check.name, "left out", check.shows, f"needs {check.gpus} GPUs")
+        if unfit := check.unfit(here, not arguments.no_engines):
+            status, why = unfit
+            known[check.name] = Result(check.name, status, check.shows, why)
         elif time.monotonic() - begun < arguments.minutes * 60:
             print(f"[verify] {check.name}: at most {check.minutes:g} minutes", file=sys.stderr, flush=True)
             known[check.name] = run_check(check, arguments.folder / f"{check.name}.log")
@@ -183,7 +207,7 @@ def main() -> int:
     print(table(results))
     (arguments.folder / "results.md").write_text(page(here, results))
     print(f"send back: {file}")
-    fits = [check.name for check in checks if check.gpus <= len(here["gpus"])]
+    fits = [check.name for check in checks if check.unfit(here, not arguments.no_engines) is None]
     wanted = [name for name in fits if name in arguments.only or not arguments.only]
     return 0 if all(name in known and known[name].status == "passed" for name in wanted) else 1
 

@@ -11,6 +11,8 @@
 #   --quick        the checks of scripts/verify_gpu_quick.toml; results in outputs/verify_gpu_quick
 #   --minutes N    start no check after this time
 #   --only NAME    run these checks only
+#   --no-engines   install nothing and leave out what needs vLLM or SGLang: for a machine without a network, whose PYTHON
+#                  has torch and what the package imports
 #   PYTHON         see scripts/setup_env.sh; scripts/install_engine.sh installs engines on first use
 # Exit code 0: all checks that fit have passed; 1: one has not; 2: there is no GPU here.
 set -euo pipefail
@@ -22,7 +24,11 @@ if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L 2>/dev/null | grep
     exit 2
 fi
 source "$root/scripts/setup_env.sh"
-setup_env test
+if [[ " $* " == *" --no-engines "* ]]; then
+    export PYTHON="${PYTHON:-$(command -v python3)}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" SETUP_NOTHING=1
+else
+    setup_env test
+fi
 # Its minutes are not a check's.
-case " $* " in *" --quick "*) scripts/install_engine.sh vllm >/dev/null || echo "[verify] vLLM cannot be had here" >&2 ;; esac
+case " $* " in *" --no-engines "*) ;; *" --quick "*) scripts/install_engine.sh vllm >/dev/null || echo "[verify] vLLM cannot be had here" >&2 ;; esac
 exec "$PYTHON" "$root/scripts/verify_gpu.py" "$@"

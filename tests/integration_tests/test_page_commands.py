@@ -42,6 +42,7 @@ NOT_RUN = {
 }
 # There is no plan without what comes before -> where they run.
 NOT_PLANNED = {
+    r"hf_assets_path Qwen/": "downloads from a network",
     r"checkpoint\.resume": "goes on from a run: runs with its page",
     r"weight_sync\.transport spool": "needs the class that the page adds to the package: test_adding_a_transport",
 }
