@@ -25,10 +25,16 @@ if [[ ! -e "$FAKE_CUDA/complete" ]]; then
     "${PYTHON:-python3}" -m venv "$FAKE_CUDA"
     # Three equals signs: a CPU build has another version string, so that it does not do.
     "$python" -m pip install -q --no-compile "torch===$VERSION"
-    # What the package and these tests import, without the checkout itself.
-    "$python" -m pip install -q --no-compile numpy safetensors tokenizers jinja2 pydantic tomli aiohttp xxhash rich psutil \
-        hypothesis pytest pytest-timeout
     touch "$FAKE_CUDA/complete"
+fi
+# What the package and these tests import, without the checkout itself; again whenever pyproject.toml has changed.
+packages="$FAKE_CUDA/packages-$(sha256sum pyproject.toml | cut -c1-12)"
+if [[ ! -e "$packages" ]]; then
+    mapfile -t dependencies < <("$python" -c 'import pathlib, tomllib
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+print(*(name for name in project["dependencies"] if not name.startswith("torch")), sep="\n")')
+    "$python" -m pip install -q --no-compile "${dependencies[@]}" hypothesis pytest pytest-timeout
+    touch "$packages"
 fi
 # dlopen finds a library that is loaded under the name that it asks for.
 cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$FAKE_CUDA/libcuda.so.1" tests/fake_cuda.c
