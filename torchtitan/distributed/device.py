@@ -200,10 +200,10 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def synchronize() -> None:
-    """Wait until the device has finished all queued work."""
-    if device().type == "cuda":
-        torch.cuda.synchronize()
+def synchronize(where: torch.device | None = None) -> None:
+    """Wait until a device, by default this rank's, has finished all queued work, whatever the stream."""
+    if (where or device()).type == "cuda":
+        torch.cuda.synchronize(where)
 
 
 class Fence(Protocol):
@@ -277,16 +277,25 @@ class _CudaStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             work()
-            # A waiting thread sleeps instead of spinning.
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        return _CudaFence(event)
+            return _fence_here()
+
+
+def _fence_here() -> Fence:
+    # A waiting thread sleeps instead of spinning.
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return _CudaFence(event)
 
 
 _NOTHING = Future[None]()
 _NOTHING.set_result(None)
 REACHED: Fence = _CpuFence(_NOTHING)
 """A fence that is always reached, because no work was queued"""
+
+
+def fence(where: torch.device) -> Fence:
+    """The point at which what this thread has queued on `where` so far is done. On the CPU it is done already."""
+    return _fence_here() if where.type == "cuda" else REACHED
 
 
 def use(where: torch.device) -> None:

@@ -84,6 +84,18 @@ class TokenRefused(ActorError):
 
 
 @dataclass
+class VerifiedVersions:
+    """What an actor has found of its own weights, since it was connected."""
+
+    version: int | None = None
+    """The last version that it found whole"""
+    matched: int = 0
+    """Versions that it found whole"""
+    unfinished: int = 0
+    """Versions that it could not look at in time"""
+
+
+@dataclass
 class ActorHealth:
     """The answer of /health. version is None before a first one has been applied."""
 
@@ -104,6 +116,8 @@ class ActorHealth:
     """Seconds since the engine behind the actor was last seen alive, if it is a separate process"""
     asleep: tuple[Tag, ...] = ()
     """Parts of its memory that the actor has given back; it serves nothing until it has all of them again"""
+    verified: VerifiedVersions | None = None
+    """None where it looks at nothing, or has not yet"""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no actor can say: the pool would wait for ever, or give it up, without a word."""

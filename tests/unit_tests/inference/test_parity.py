@@ -15,7 +15,7 @@ import pytest
 from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorError, ActorHealth, AnswerRefused
+from torchtitan.inference.actor_client import ActorError, ActorHealth, AnswerRefused, VerifiedVersions
 from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.pool import weight_probe as parity
 from torchtitan.inference.pool.actor_pool import InferencePool
@@ -390,6 +390,32 @@ def test_experts_that_the_model_does_not_have_are_refused_with_the_actors_name(t
     events = run(tmp_path, make_config(), scenario, Mixture)
     assert {event["actor"] for event in of(events, "answer_refused")} == {"actor-1"}
     assert reason in of(events, "answer_refused")[0]["reason"]
+
+
+def test_versions_that_an_actor_verifies_by_itself_are_counted_and_reported_where_they_are_not(tmp_path: Path) -> None:
+    class Looker(Liar):
+        found = VerifiedVersions()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.able = replace(self.able, digest=True)
+
+        async def health(self, timeout_s: float) -> ActorHealth:
+            return replace(await super().health(timeout_s), verified=self.found)
+
+    async def scenario(pool: InferencePool, diligent: Looker, starved: Looker) -> None:
+        diligent.found, starved.found = VerifiedVersions(3, 4), VerifiedVersions(None, 0, 2)
+        await eventually(lambda: pool._parity._unverified["actor-1"] == 2)
+        diligent.found = VerifiedVersions(0, 1)  # connected anew
+        await eventually(lambda: pool._parity._verified["actor-0"] == 5)
+        diligent.found = VerifiedVersions(2, 3)  # just before the end
+
+    config = make_config(verify="digest")
+    events = run(tmp_path, config, scenario, Looker)
+    (reported,) = of(events, "weights_not_verified")
+    assert reported["actor"] == "actor-1" and "2 more could not be looked at" in reported["reason"]
+    counted = {event["actor"]: (event["versions"], event["not_verified"]) for event in of(events, "weights_verified")}
+    assert counted == {"actor-0": (7, 0), "actor-1": (0, 2)}
 
 
 def test_a_malformed_answer_to_the_probe_is_reported_at_once_and_the_second_evicts(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_sleeping_actors_get_no_requests_until_they_are_awake(tmp_path: Path) ->
             assert sleeper.orders == ["connect", "sleep 1", "wake weights", "wake kv_cache"]
 
     events = run(tmp_path, scenario)
-    assert {event["kind"] for event in events} <= {"actor_ready", "weights_probed"}
+    assert {event["kind"] for event in events} <= {"actor_ready", "weights_probed", "weights_verified"}
 
 
 def test_running_requests_finish_before_sleep_and_a_busy_actor_stays_awake(tmp_path: Path) -> None:

@@ -391,12 +391,12 @@ def test_what_runs_inside_vllm_imports_little() -> None:
         "torchtitan.inference.serving.middleware, torchtitan.inference.engines.vllm.serve, "
         "torchtitan.weight_sync.actor.actor, "
         "torchtitan.inference.serving.weight_verification, torchtitan.utils.machine\n"
-        # This one registers our backend as soon as it is imported.
+        # This one registers our backend, and looks before each step, as soon as it is imported.
         "from unittest import mock\n"
-        "factory = 'vllm.distributed.weight_transfer.factory'\n"
-        "with mock.patch.dict(sys.modules, {factory: mock.MagicMock()}):\n"
+        "changed = ['vllm.distributed.weight_transfer.factory', 'vllm.v1.worker.worker_base']\n"
+        "with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in changed}):\n"
         "    import torchtitan.inference.engines.vllm.extension\n"
-        "    del sys.modules[factory]\n"
+        "    for name in changed: del sys.modules[name]\n"
         "    imported = list(sys.modules)\n"
         "ours = {m.split('.')[0] for m in imported}\n"
         "print(sorted(ours & {'transformers', 'aiohttp', 'rich', 'vllm'}))"

@@ -287,6 +287,23 @@ def test_what_is_found_of_the_version_before_is_no_answer_to_an_order() -> None:
     group.close()
 
 
+def test_what_workers_have_verified_counts_once_all_have_told_their_leader() -> None:
+    group = Group(Job(Machine(0), SHAPE))
+    group.run(2.0)
+    first, second = group.workers
+    first.puller.tell_verified({"version": 4, "matched": 5, "mismatched": 0, "unfinished": 0})
+    group.run(1.0)
+    assert group.leader.verified() is None
+    second.puller.tell_verified({"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2})
+    group.run(1.0)
+    assert group.leader.verified() == {"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2}
+    # Also over a connection that was cut.
+    second.process.forget_connections()
+    group.run(10.0)
+    assert group.leader.verified() == {"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2}
+    group.close()
+
+
 def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
     """Also where the other worker is lost and back meanwhile: the actor is whole again, but not idle."""
     job, group = serving()

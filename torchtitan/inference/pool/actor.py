@@ -20,6 +20,7 @@ from torchtitan.inference.actor_client import (
     AnswerRefused,
     Facts,
     TokenRefused,
+    VerifiedVersions,
 )
 from torchtitan.inference.answer_checks import MixtureShape
 from torchtitan.inference.pool.actor_memory import ActorMemory
@@ -43,7 +44,8 @@ MAX_SCORE_S = 60.0
 BRIEFLY_S = 2.0
 # A process whose connections broke is recognised as dead if it ends within this time.
 REAP_S = 0.3
-# At its end, a run wakes the servers that it did not start.
+# At its end, a run asks what its actors have verified, and wakes the servers that it did not start.
+LAST_LOOK_S = 2.0
 WAKE_AT_END_S = 10.0
 
 # Nothing waits for actors in these states to sleep or wake.
@@ -77,6 +79,8 @@ class Actor:
         self.state = ActorState.STARTING
         self.version: int | None = None
         """Newest version that the actor is known to serve"""
+        self.verified: VerifiedVersions | None = None
+        """What it was last known to have found of its own weights"""
         self.load = 0
         """Sequences that the actor is generating for this run"""
         self.evictions = 0
@@ -246,6 +250,12 @@ class Actor:
         if self._process is not None:
             await self._process.stop()
 
+    async def ask_verified(self) -> None:
+        """Bring `verified` up to date, at the end of a run."""
+        if self._serves:
+            with contextlib.suppress(ActorError):
+                self.verified = (await self._client.health(LAST_LOOK_S)).verified
+
     async def close(self) -> None:
         if self._client_or_none is not None:
             if self._process is None and self._memory.may_be_asleep:
@@ -333,7 +343,7 @@ class Actor:
             key = "health_timeout_s" if limit == self._config.health_timeout_s else "startup_timeout_s"
             text = f"its engine has not moved for {health.engine_age_s:.1f} s (inference.{key} = {limit:g})"
             raise ActorError("engine", text)
-        self.leaves = health.leaves
+        self.leaves, self.verified = health.leaves, health.verified
         if self.leaves and not self.load:
             await self._client.release(self._config.health_timeout_s)
         if self.state is ActorState.SUSPECT and health.answered_age_s > asked_at - self._suspect_since:

@@ -307,7 +307,12 @@ class InferencePool:
         for result in results:
             if isinstance(result, Exception):
                 logger.error("an actor's supervision had failed: %r", result)
-        await asyncio.gather(*(actor.close() for actor in self._actors))
+        try:
+            if self._parity.asks_actors:
+                await asyncio.gather(*(actor.ask_verified() for actor in self._actors))
+            self._parity.summarize(self._actors)
+        finally:
+            await asyncio.gather(*(actor.close() for actor in self._actors))
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         """Tell those that wait: there may be no actor left that could take them."""

@@ -14,14 +14,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from torchtitan.config.engine_use import verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_client import ActorError, AnswerRefused
+from torchtitan.inference.actor_client import ActorError, AnswerRefused, VerifiedVersions
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool.actor import Actor
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, ScoredTokens
@@ -181,6 +181,8 @@ class _Seen:
     """The last answer was wrong"""
     samples_right: bool = False
     """What it says of tokens that it samples was found right: that does not depend on the version"""
+    verified: VerifiedVersions = field(default_factory=VerifiedVersions)
+    """What it had found of its own weights at the last look"""
     silent_since: float | None = None
     told_silent: bool = False
 
@@ -203,6 +205,10 @@ class ParityGuard:
         self.probes = 0
         self.newest = 0
         """Newest version that an actor was found to hold"""
+        self._verified: Counter[str] = Counter()
+        """By actor: versions that were found to be what the trainer sent"""
+        self._unverified: Counter[str] = Counter()
+        """By actor: versions that it could not look at in time"""
 
     async def run(self, actors: Sequence[Actor]) -> None:
         """Look at all actors, which may change, until cancelled; at each by itself: one that never answers hides no
@@ -253,6 +259,7 @@ class ParityGuard:
         seen = self._seen.get(actor.name)
         if seen is None or seen.incarnation != actor.incarnation:
             seen = self._seen[actor.name] = _Seen(actor.incarnation)
+        self._note_digests(actor, seen)
         if seen.settled or not actor.serves(0):
             return
         try:
@@ -290,6 +297,39 @@ class ParityGuard:
             seen.settled = True
             self._not_verified(actor, f"{able.engine} {able.version} cannot score tokens here")
 
+    def _note_digests(self, actor: Actor, seen: _Seen) -> None:
+        """Count what an actor that looks at its own weights has found since the last time. A new connection counts from
+        0 again."""
+        found, before = actor.verified, seen.verified
+        if self._how != "digest" or found is None or found == before:
+            return
+        seen.verified = replace(found)
+        self._verified[actor.name] += found.matched - (before.matched if found.matched >= before.matched else 0)
+        unfinished = found.unfinished - (before.unfinished if found.unfinished >= before.unfinished else 0)
+        if unfinished > 0:
+            self._unverified[actor.name] += unfinished
+            last = "none yet" if found.version is None else f"version {found.version}"
+            reason = f"{unfinished} more could not be looked at before the next version came; last whole: {last}"
+            self._not_verified(actor, reason)
+
+    @property
+    def asks_actors(self) -> bool:
+        """Whether actors look at their own weights, and say what they have found."""
+        return self._how == "digest"
+
+    def summarize(self, actors: Sequence[Actor]) -> None:
+        """Say at the end of a run how many versions were verified on which actor."""
+        if self._how == "off":
+            return
+        for actor in actors:
+            if (seen := self._seen.get(actor.name)) is not None:
+                self._note_digests(actor, seen)
+            verified = self._verified[actor.name]
+            self._events.write(
+                "weights_verified", level=logging.INFO if verified else logging.WARNING, actor=actor.name,
+                by=self._how, versions=verified, not_verified=self._unverified[actor.name],
+            )  # fmt: skip
+
     async def _compare(self, actor: Actor, seen: _Seen, scored: ScoredTokens) -> None:
         expected = self._answers.under(scored.version)
         if scored.epoch != self._epoch or expected is None or seen.incarnation != actor.incarnation:
@@ -301,6 +341,7 @@ class ParityGuard:
                 self._events.write("weights_probed", actor=actor.name, version=scored.version, difference=difference)
             seen.version, seen.doubted = max(seen.version, scored.version), False
             self._failures[actor.name] = 0
+            self._verified[actor.name] += 1
             self.probes += 1
             self.newest = max(self.newest, scored.version)
             return

@@ -248,9 +248,10 @@ class Verification:
         started, status = time.monotonic(), self.status
         try:
             wrong = check()
-        except CheckStopped:
+        except CheckStopped as stopped:
             status.unfinished += 1
-            logger.warning("version %d was replaced before its weights had been verified", staged.version)
+            reason = str(stopped) or "it was replaced before it was"
+            logger.warning("the weights of version %d were not verified: %s", staged.version, reason)
             return True
         except Unverifiable as error:
             status.unverifiable = str(error)

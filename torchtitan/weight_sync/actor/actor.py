@@ -22,7 +22,7 @@ import torch
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.distributed import device
 from torchtitan.utils.addresses import listen_at, reachable_host
-from torchtitan.weight_sync.actor.group import ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
+from torchtitan.weight_sync.actor.group import NOTHING, ApplyFunction, Leader, LeadingEngine, WorkerPuller, as_figures
 from torchtitan.weight_sync.actor.puller import Puller, Served
 from torchtitan.weight_sync.memory.delta import decode_into, element_bytes
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function
@@ -198,12 +198,13 @@ class SyncActor(_PullerThread):
         super().__init__(name, epoch, where)
         self.registry, self.key = registry, key
         self.workers_address = ""
+        self._leader: Leader | None = None
         names = self._runtime, registry, Identity(ACTOR, name, key), epoch
         options: dict[str, Any] = {"served": served}
         if workers:
             leading = LeadingEngine(apply, self._runtime)
             self._listener, self.workers_address = _listen("127.0.0.1", registry)
-            self.puller = leading.leader = Leader(
+            self.puller = self._leader = leading.leader = Leader(
                 *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
             )
             return
@@ -212,6 +213,11 @@ class SyncActor(_PullerThread):
             self._listener, options["relay_address"] = _listen(relay_host, registry)
             options["relay"] = Relay(self._runtime, epoch, engine.memory, key)
         self.puller = Puller(*names, engine, **options)
+
+    def verified(self) -> dict[str, Any] | None:
+        """What all workers have found of the versions in use: the last whole one, and how many were found whole; None
+        where not all have told."""
+        return None if self._leader is None else self._leader.verified()
 
 
 class Worker(_PullerThread):
@@ -238,7 +244,14 @@ class Worker(_PullerThread):
         super().__init__(f"{name}-worker-{number}", epoch, where)
         engine = StagingEngine(apply, where, self._runtime.post, number if shares else None)
         names = self._runtime, leader, Identity.of(key, WORKER, str(number)), epoch
-        self.puller = WorkerPuller(*names, engine, served=served, puller=Identity(ACTOR, name, key))
+        self.puller = self._worker = WorkerPuller(*names, engine, served=served, puller=Identity(ACTOR, name, key))
+
+    def tell_verified(self, version: int | None, matched: int, mismatched: int, unfinished: int) -> None:
+        """Tell the leader how many versions were found whole in use, and which one was the last; see
+        inference/serving/weight_verification.py."""
+        found = {"version": NOTHING if version is None else version, "matched": matched}
+        found |= {"mismatched": mismatched, "unfinished": unfinished}
+        self._runtime.post(lambda: self._worker.tell_verified(found))
 
 
 def _listen(host: str, peer: str) -> tuple[socket.socket, str]:

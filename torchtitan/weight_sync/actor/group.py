@@ -45,8 +45,18 @@ class WorkerPuller(Puller):
         # A worker that applies reads memory that all workers write to, and cannot say yet what it holds.
         self.registry.ready = lambda: not self._applying
 
+        self._verified: Message = {}
+        """What its engine has found of the versions in use, once it has looked"""
+
+    def tell_verified(self, found: Message) -> None:
+        """Tell the leader, also one that comes later."""
+        self._verified = {"type": "verified", **found}
+        self._tell(self._verified)
+
     def _joined(self) -> None:
         super()._joined()
+        if self._verified:
+            self._tell(self._verified)
         if not self.poisoned and (self.serving is None or self.serving.epoch != self.epoch):
             self._tell({"type": "serving", "version": NOTHING, "digest": "", "figures": {}})
 
@@ -85,6 +95,8 @@ class _Worker:
     staged: int = NOTHING
     """The version that it has staged"""
     bytes: int = 0
+    verified: Message = field(default_factory=dict)
+    """What it has found of the versions in use"""
     answer: Message | Exception | None = field(default_factory=dict)
     """The answer to the last order to apply: figures if it applied, an exception if not, None while it is pending"""
 
@@ -254,6 +266,19 @@ class Leader(Puller):
         self._end_pull("lost", reason)
         self.registry.hang_up(reason)
 
+    def verified(self) -> Message | None:
+        """What all workers have found of the versions in use; None where not all have told. Any thread may ask."""
+        told = [worker.verified for worker in list(self._workers.values())]
+        if len(told) != self._count or not all(told):
+            return None
+        version = min(found["version"] for found in told)
+        return {
+            "version": None if version == NOTHING else version,
+            "matched": min(found["matched"] for found in told),
+            "mismatched": max(found["mismatched"] for found in told),
+            "unfinished": max(found["unfinished"] for found in told),
+        }
+
     def _on_worker_message(self, number: int, worker: _Worker, message: Message) -> None:
         worker.heard_at = self._runtime.now()
         kind = message["type"]
@@ -279,6 +304,8 @@ class Leader(Puller):
                 self._answered(worker, RuntimeError(reason))
             else:
                 self.poison_version(message["version"], reason)
+        elif kind == "verified":
+            worker.verified = message
         elif kind != "pulling":
             raise ProtocolError(f"a worker does not send {kind!r}")
 

@@ -181,6 +181,9 @@ SCHEMA: dict[str, Fields] = {
     "ended": {"version": integer, "outcome": outcome, "reason": prose},
     "serving": {"version": integer, "digest": name, "figures": figures},
     "poisoned": {"version": integer, "reason": prose},
+    # Worker -> leader: what it has found of the versions that it has looked at in use. version: the last whole one, -1
+    # for none; unfinished: how many it could not look at in time
+    "verified": {"version": integer, "matched": integer, "mismatched": integer, "unfinished": integer},
     # Actor -> registry: a bucket that the actor `source` relayed is not what the trainer sent
     "forged": {"version": integer, "source": name},
     # Guest -> registry: it has finished its requests and ends

@@ -219,6 +219,7 @@ class AgentServer(ActorServer):
             "answered_age_s": round(self.watch.answered_age_s, 3),
             "engine_trouble": self.watch.trouble,
             "engine": self._place,
+            "verified": None if self._weights is None else self._weights.verified(),
         }
 
 

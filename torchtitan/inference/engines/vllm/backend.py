@@ -14,9 +14,7 @@ weight should be is made once more, by the layer's own loader from the version i
 
 from __future__ import annotations
 
-import functools
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +29,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from torchtitan.inference.engines.vllm.direct import Mailbox
+from torchtitan.inference.engines.vllm.live_check import Comparison, LiveWeightChecker
 from torchtitan.inference.engines.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
-from torchtitan.inference.serving.weight_digest import CheckStopped, differing_parameters
-from torchtitan.inference.serving.weight_verification import MAX_MISMATCHED, BaseWeights, OnMismatch, Verification
+from torchtitan.inference.serving.weight_verification import MAX_MISMATCHED, BaseWeights, Verified
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor.actor import Worker
 from torchtitan.weight_sync.actor.puller import Served
@@ -41,63 +39,14 @@ from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, 
 
 logger = logging.getLogger(__name__)
 
-# Of a step; the next one goes on.
-CHECK_SECONDS = 5e-3
-# Of the identity matrix at a time.
-ROWS = 64
+# Of the identity matrix at a time: a device is given few launches, a processor short pieces of work.
+ROWS, ROWS_ON_DEVICE = 64, 512
 # The agent orders both sides at about the same time.
 MEETING_SECONDS = 10.0
 
 
-class LiveWeightChecker(Verification):
-    """See Verification. Looks when a step begins, a few milliseconds at a time, on the engine's thread.
-
-    recorder: how the model's parameters are loaded.
-    """
-
-    def __init__(self, model: nn.Module, recorder: LoadRecorder, every: int, on_mismatch: OnMismatch):
-        super().__init__(every, on_mismatch)
-        self._model, self._recorder = model, recorder
-        self._unfinished_check: tuple[StagedVersion, Iterator[str]] | None = None
-        self._hook = model.register_forward_pre_hook(lambda *_: self.check_some())
-
-    def close(self) -> None:
-        """Look no more."""
-        self._hook.remove()
-
-    def applied(self, staged: StagedVersion) -> None:
-        """The model holds this version, as far as is known."""
-        self.status.unfinished += self._unfinished_check is not None
-        self._unfinished_check = None
-        if self.due(staged) and self._recorder.loads and isinstance(staged.tensors, StagedTensors):
-            self._unfinished_check = (
-                staged,
-                differences(self._model, list(self._recorder.loads.values()), staged.tensors),
-            )
-
-    def check_some(self) -> None:
-        """Go on for a moment."""
-        end = time.monotonic() + CHECK_SECONDS
-        while self._unfinished_check is not None and time.monotonic() < end:
-            staged, found = self._unfinished_check
-            if self.judge(staged, functools.partial(_go_on, staged, found)):
-                self._unfinished_check = None
-
-
-def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
-    wrong = next(found, None)
-    if wrong is None:
-        return ""
-    if not wrong:
-        return None
-    # Or has staging memory been given to the next version meanwhile?
-    if staged.proof is None or differing_parameters(staged.proof, staged.tensors, {}):
-        raise CheckStopped
-    return f"it does not compute with {wrong}"
-
-
-def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTensors) -> Iterator[str]:
-    """Names of parameters that are not what they should be; empty ones after other pieces of work."""
+def comparisons(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTensors) -> Iterator[Comparison]:
+    """What the model computes with against what it should."""
     for load in loads:
         if any(name not in tensors for name, _ in load.calls):
             continue
@@ -106,10 +55,10 @@ def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTe
             wanted = materialize_meta_tensor(load.empty).fill_(torch.nan)
         for name, arguments in load.calls:
             load.loader(wanted, tensors.to_copy(name), **arguments)
-            yield ""
+            yield Comparison(name, None)
         parameter_names = ", ".join(name for name, _ in load.calls)
         if live.shape == wanted.shape:
-            yield "" if _same(live, wanted) else parameter_names
+            yield Comparison(parameter_names, _same(live, wanted))
         # A tied head has the embedding's parameter, and perhaps a packed copy of its own.
         for layer in model.modules():
             looked_up = type(layer) is VocabParallelEmbedding and PACKED not in layer.__dict__
@@ -117,24 +66,25 @@ def differences(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTe
             multiplies = type(getattr(layer, "quant_method", None)) in METHODS and not looked_up and wanted.dim() < 3
             if multiplies and layer._parameters.get(load.parameter) is live:
                 for same in _answers(layer, wanted):
-                    yield "" if same else parameter_names
+                    yield Comparison(parameter_names, same)
 
 
-def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[bool]:
+def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
     """Whether the layer answers with rows of its weight."""
-    for columns in torch.arange(wanted.shape[1], device=wanted.device).split(ROWS):
+    rows = ROWS if wanted.device.type == "cpu" else ROWS_ON_DEVICE
+    for columns in torch.arange(wanted.shape[1], device=wanted.device).split(rows):
         units = wanted.new_zeros(len(columns), wanted.shape[1])
         units[torch.arange(len(columns)), columns] = 1
         yield _same(layer.quant_method.apply(layer, units), wanted[:, columns].T)
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether all are equal, but for those that products round to zero. What no loader has filled, or does not multiply
-    to zero, cannot be told."""
-    if torch.equal(found, wanted):
-        return True
-    near = (found - wanted).abs() < torch.finfo(wanted.dtype).tiny
-    return bool(near.all() or not wanted.isfinite().all())
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Whether all are equal, a bool [], but for those that products round to zero. What no loader has filled, or does
+    not multiply to zero, cannot be told."""
+    if wanted.device.type == "cpu" and torch.equal(found, wanted):
+        return torch.tensor(True)
+    near = (found == wanted) | ((found - wanted).abs() < torch.finfo(wanted.dtype).tiny)
+    return near.all() | ~wanted.isfinite().all()
 
 
 @dataclass
@@ -185,7 +135,8 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
-        self._checker: LiveWeightChecker | None = None
+        self.checker: LiveWeightChecker | None = None
+        """Looks at the weights in use, where versions are verified"""
         self._recorder = LoadRecorder()
         self._holds: Served | None = None
         """What the model holds since the last load; None: its checkpoint, or half a version"""
@@ -220,7 +171,9 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             where=str(self.device) if stages_on_device else "cpu",
         )
         if init_info.verify_every:
-            self._checker = LiveWeightChecker(self.model, self._recorder, init_info.verify_every, self._found_torn)
+            self.checker = LiveWeightChecker(
+                init_info.verify_every, self._found_torn, self._comparisons, self.device, self._report_verified
+            )
         self._worker.start()
 
     def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
@@ -230,40 +183,41 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
             # Ends the engine; the supervisor of the agent starts a fresh one.
             raise RuntimeError(f"{in_a_row} versions in a row did not arrive whole: {reason}")
 
+    def _comparisons(self, tensors: StagedTensors) -> Iterator[Comparison] | None:
+        loads = list(self._recorder.loads.values())
+        return comparisons(self.model, loads, tensors) if loads else None
+
+    def _report_verified(self, status: Verified) -> None:
+        assert self._worker is not None
+        self._worker.tell_verified(status.version, status.matched, status.mismatched, status.unfinished)
+
     def start_weight_update(self) -> None:
         """Nothing: see update_weights."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load the staged version. Raises RuntimeError where that fails: the agent counts none of the workers then."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """As update_weights."""
-        try:
-            staged = self._mailbox.take(update_info.epoch, update_info.version, update_info.digest, MEETING_SECONDS)
-        except LookupError as failure:
-            raise RuntimeError(str(failure)) from failure
+        wanted = update_info.epoch, update_info.version, update_info.digest
+        staged = self._mailbox.load(wanted, self._load, self.device, MEETING_SECONDS)
+        if staged is not None:
+            self._holds = Served(*wanted)
+            if self.checker is not None:
+                self.checker.applied(staged)
+
+    def _load(self, staged: StagedVersion) -> None:
         self._holds = None
         if self.device.type == "cpu":
             # The next version needs the same buffers; without this up to half of a load is page faults. Not before the
             # first one: what the engine's start has freed has gone back.
             keep_freed_memory(large=True)
-        error: str | None = None
         try:
             load_weights(self.model, self.model_config, staged.tensors, self._recorder)
-        except Exception as failure:
-            logger.exception("loading version %d failed", update_info.version)
-            error = repr(failure)
+        except Exception:
             return_freed_memory()
-        # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
-        if self._mailbox.finish(error) and error is None:
-            self._holds = Served(update_info.epoch, update_info.version, update_info.digest)
-            if self._checker is not None:
-                self._checker.applied(staged)
-        if error is not None:
-            raise RuntimeError(error)
+            raise
 
     def finish_weight_update(self) -> None:
         """Nothing: see update_weights."""
@@ -276,11 +230,9 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-        checker, self._checker = self._checker, None
-        if checker is not None:
-            checker.close()
+        self.checker = None
 
     @property
     def verified_version(self) -> int | None:
         """The last version that was looked at, and found whole."""
-        return None if self._checker is None else self._checker.status.version
+        return None if self.checker is None else self.checker.status.version

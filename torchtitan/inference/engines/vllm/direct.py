@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+import torch
+
+from torchtitan.distributed import device
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineControl, EngineError, EngineOptions, WeightLoader
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused
@@ -158,6 +161,38 @@ class Mailbox:
                 self._finished, self._error = True, error
                 self._changed.notify_all()
             return waited
+
+    def load(
+        self,
+        wanted: tuple[str, int, str],
+        load: Callable[[StagedVersion], None],
+        where: torch.device,
+        pickup_timeout_s: float,
+    ) -> StagedVersion | None:
+        """The engine's thread: load(staged) the version that is offered, and tell the offer how it ended.
+
+        wanted: epoch, version and digest. where: the engine's device. Returns the version if the engine holds it and
+        its offer still waited: too late is as good as failed, because the agent has given the version up.
+
+        Raises:
+            RuntimeError: the version was not offered, or load() failed.
+        """
+        try:
+            staged = self.take(*wanted, pickup_timeout_s)
+        except LookupError as failure:
+            raise RuntimeError(str(failure)) from failure
+        error: str | None = None
+        try:
+            load(staged)
+            # A device's copies are only queued, and the next version may come into what they read.
+            device.synchronize(where)
+        except Exception as failure:
+            logger.exception("loading version %d failed", staged.version)
+            error = repr(failure)
+        waited = self.finish(error)
+        if error is not None:
+            raise RuntimeError(error)
+        return staged if waited else None
 
     def close(self, reason: str) -> None:
         """Nothing is handed over any more; those who wait are told why."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from torchtitan.inference.engines.vllm.live_check import look_before_steps
 from torchtitan.inference.engines.vllm.serve import SERVER_PID_VARIABLE, register
 from torchtitan.utils.child_process import end_with_parent
 
@@ -13,7 +16,7 @@ class WorkerExtension:
 
     def torchtitan_verified_version(self) -> int | None:
         """By /collective_rpc: the last version that this worker has looked at, and found whole; see
-        backend.LiveWeightChecker."""
+        live_check.LiveWeightChecker."""
         return self.weight_transfer_engine.verified_version  # type: ignore[attr-defined]
 
     def torchtitan_repack(self) -> None:
@@ -31,4 +34,7 @@ def _end_with_server() -> None:
 
 
 register()
+look_before_steps(
+    WorkerWrapperBase, lambda wrapper: getattr(getattr(wrapper.worker, "weight_transfer_engine", None), "checker", None)
+)
 _end_with_server()
