@@ -432,15 +432,10 @@ class SimChannel(Channel):
     def _begin_arrival(self, message: Message, piece: bytes) -> None:
         self._target = self.payload_target(self, self._parsed(message))
         if self._target is not None:
-            self._fill(self._target, 0, piece)
+            self._target.fill(memoryview(piece))
 
     def _end_arrival(self, message: Message, piece: bytes) -> None:
         target, self._target = self._target, None
         if target is not None:
-            self._fill(target, len(target[0]) - len(piece), piece)
+            target.fill(memoryview(piece))
             self.on_message(self, message)
-
-    def _fill(self, target: PayloadTarget, start: int, piece: bytes) -> None:
-        part = target[0][start : start + len(piece)]
-        part[:] = piece
-        target[1](part)

@@ -10,32 +10,37 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import xxhash
+import torch
 
 from tests.deterministic.machine import Machine, Process, Violation
 from torchtitan.distributed.boxes import Box
+from torchtitan.weight_sync.actor.actor import StagingEngine
 from torchtitan.weight_sync.actor.puller import Puller
-from torchtitan.weight_sync.memory.delta import decode_into
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout, Manifest, merge_layouts
 from torchtitan.weight_sync.memory.slots import Boundary, SlotWriter
+from torchtitan.weight_sync.memory.staging import SetsOfTensors, StagedTensors, StagedVersion
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.bucket_server import Relay
 from torchtitan.weight_sync.wire.handshake import ACTOR, Identity, role_key
-from torchtitan.weight_sync.wire.runtime import Channel, Message
+from torchtitan.weight_sync.wire.runtime import Message
 
 TOKEN = "token"
 REGISTRY = "registry"
 BUCKET_BYTES = 128
 ELEMENT_BYTES = 4
+FIRST_WIDTH = 20
 
 
 @functools.cache
 def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
-    """Return the layout that one rank reports: its row of one matrix."""
-    rows, width = ranks, buckets * BUCKET_BYTES // ELEMENT_BYTES
-    parameters = ParameterTable.of([ParameterEntry("w", "float32", (rows, width))])
-    return _read_once(Layout(BUCKET_BYTES, parameters, (ShardTable.of(parameters, [(0, Box((rank, 0), (1, width)))]),)))
+    """Return the layout that one rank reports: its row of two matrices."""
+    # The first bucket holds parts of both.
+    widths = (FIRST_WIDTH, buckets * BUCKET_BYTES // ELEMENT_BYTES - FIRST_WIDTH)
+    entries = [ParameterEntry(f"w{number}", "float32", (ranks, width)) for number, width in enumerate(widths)]
+    shards = [(number, Box((rank, 0), (1, width))) for number, width in enumerate(widths)]
+    parameters = ParameterTable.of(entries)
+    return _read_once(Layout(BUCKET_BYTES, parameters, (ShardTable.of(parameters, shards),)))
 
 
 @functools.cache
@@ -158,9 +163,25 @@ class Rank:
         self.machine.at(0.0, self.process, self.server.read_slots)
 
 
-class Actor:
-    """An actor's process: the real puller, with memory of its own."""
+class Sets:
+    """An engine's two sets of tensors, see EngineSets."""
 
+    def __init__(self, layout: Layout):
+        self.idle, self.live = ({entry.name: torch.zeros(entry.shape) for entry in layout.parameters} for _ in range(2))
+        self.outlines = self.live
+
+    def sets(self) -> SetsOfTensors:
+        return SetsOfTensors(self.idle, self.live)
+
+    def exchange(self) -> None:
+        self.idle, self.live = self.live, self.idle
+
+
+class Actor(StagingEngine):
+    """An actor's process: the real puller and the real staging memory, which is a set of its engine's tensors unless it
+    relays or copies by reference."""
+
+    min_piece_bytes = 1
     process: Process
     puller: Puller
     relay: Relay | None
@@ -175,10 +196,11 @@ class Actor:
         shape = self.shape
         self.lives += 1
         self.process = Process(self.machine, self.name, rate)
-        self.staging = [bytearray(shape.buckets * BUCKET_BYTES) for _ in range(shape.ranks)]
         runtime, relay, address = self.process.runtime, None, ""
+        self.sets = Sets(whole_layout(shape.ranks, shape.buckets))
+        super().__init__(self._take, "cpu", lambda _function: None, engine=None if shape.relay_fanout else self.sets)
         if shape.relay_fanout:
-            relay = Relay(runtime, shape.epoch, self.bucket, role_key(TOKEN, ACTOR, self.name))
+            relay = Relay(runtime, shape.epoch, self.memory, role_key(TOKEN, ACTOR, self.name))
             address = f"10.0.{1 + self.number // 250}.{self.number % 250}:{7000 + self.lives}"
         self.relay = relay
         self.puller = kind(
@@ -198,32 +220,28 @@ class Actor:
 
     # Engine
 
-    def prepare(self, layout: Layout, _message: Message) -> list[tuple[int, int]]:
-        return layout.bucket_keys()
-
-    def bucket(self, key: tuple[int, int]) -> memoryview:
-        rank, bucket = key
-        return memoryview(self.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
-
-    def linked(self, channel: Channel, message: Message) -> None:
-        raise NotImplementedError("buckets come over the channel, or are fetched")
-
-    def fetch(self, key: tuple[int, int], reference: Message) -> str:
+    def copy(self, reference: Message, target: memoryview | torch.Tensor) -> None:
         memory = self._ranks[reference["rank"]].slots.memory[reference["slot"]]
-        data = bytes(memory[reference["start"] : reference["end"]])
-        self.bucket(key)[:] = data
-        return xxhash.xxh3_128_hexdigest(data)
+        assert isinstance(target, memoryview)
+        target[:] = memory[reference["start"] : reference["end"]]
 
-    def patch(self, key: tuple[int, int], delta: memoryview) -> str:
-        decode_into(self.bucket(key), delta, ELEMENT_BYTES)
+    def patch(self, key: tuple[int, int], delta: memoryview, in_place: bool) -> str:
         self.patched += 1
-        return xxhash.xxh3_128_hexdigest(self.bucket(key))
+        return super().patch(key, delta, in_place)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        shape = self.shape
-        if manifest.epoch != shape.epoch:
-            raise Violation(f"{self.name} of epoch {shape.epoch} applies a version of {manifest.epoch}")
-        for rank, staged in enumerate(self.staging):
-            if bytes(staged) != content(shape.epoch, manifest.version, rank, shape.buckets):
-                raise Violation(f"{self.name} applies torn bytes as version {manifest.version}")
-        return {}
+        if manifest.epoch != self.shape.epoch:
+            raise Violation(f"{self.name} of epoch {self.shape.epoch} applies a version of {manifest.epoch}")
+        return super().apply(manifest)
+
+    def _take(self, staged: StagedVersion) -> dict[str, float]:
+        """Compute with a version from now on, if every byte is its."""
+        shape, tensors = self.shape, staged.tensors
+        assert isinstance(tensors, StagedTensors)
+        for rank in range(shape.ranks):
+            found = b"".join(tensor[rank].numpy().tobytes() for tensor in tensors.values())
+            if found != content(shape.epoch, staged.version, rank, shape.buckets):
+                raise Violation(f"{self.name} applies torn bytes as version {staged.version}")
+        if tensors.received_in is not None:
+            tensors.exchange(self.sets.exchange)
+        return {"pause_s": 0.0}

@@ -106,7 +106,7 @@ def received(weights: dict[str, torch.Tensor], ranks: int = 2, bucket_bytes: int
         parameters = [PlacedParameter(name, place) for name, place in zip(weights, placed, strict=True)]
         plans.append(plan_rank(parameters, rank, dtype_of(weights), bucket_bytes))
     staging = Staging(Layout(bucket_bytes, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))
-    for area, layout in zip(staging.memory, staging.layout.ranks, strict=True):
+    for (area,), layout in zip(staging.memory, staging.layout.ranks, strict=True):
         for shard in layout:
             whole = weights[staging.layout.parameters[shard.parameter].name]
             rows = whole[shard.offset[0] : shard.offset[0] + shard.shape[0]].contiguous()

@@ -24,7 +24,8 @@ def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:
     async def inside() -> None:
         server = EngineServer(Engine(load_policy(checkpoint), 8, 400, ()), TOKEN, threads=1)
         port = await server.start("127.0.0.1", 0)
-        trainer = await asyncio.to_thread(Trainer, checkpoint, run_dir)
+        # A bucket is a part of a matrix, so that its parameters are named.
+        trainer = await asyncio.to_thread(Trainer, checkpoint, run_dir, bucket_bytes=1 << 12)
         try:
             async with Client(f"http://127.0.0.1:{port}") as client:
                 assert (await client.call("POST", "/weights/connect", json=trainer.connect))[0] == 200
@@ -68,7 +69,8 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         await asyncio.to_thread(trainer.publish, 1)
         # What was being sampled with such weights is failed, and can be redone elsewhere.
         status, answer = await running
-        assert status == 503 and "version 1 as it was sent: model.layers.1.self_attn.k_proj.weight" in answer["error"]
+        assert status == 503 and "version 1 as it was sent: bucket " in answer["error"]
+        assert "model.layers.1.self_attn.k_proj.weight" in answer["error"]
 
         def told() -> str:
             return (tmp_path / "weight_sync" / "registry.jsonl").read_text()

@@ -126,6 +126,14 @@ def fuse_projections(policy: Decoder) -> None:
             _fuse(block)
 
 
+def joint_weights(policy: Decoder) -> Iterator[tuple[object, str]]:
+    """Yield (owner, attribute) of the joint tensors of all fused blocks, which share their memory with parameters."""
+    for block in _blocks(policy):
+        for attribute in ("weight", "bias", "norms"):
+            if getattr(block.fused, attribute, None) is not None:
+                yield block.fused, attribute
+
+
 def take_apart(policy: Decoder) -> list[bool]:
     """Drop the fused weights before all parameters move to other memory; call `fuse_again` afterwards. Returns which
     blocks were fused."""

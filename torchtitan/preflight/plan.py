@@ -7,6 +7,7 @@ from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import group_size, warn_long_warmup, warn_no_fp32_masters
 from torchtitan.config.source_configs import longest_completion
+from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver, own_share
@@ -143,11 +144,25 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     # The workers of one engine share host memory; see inference/engines/vllm/backend.py.
     where = "GPU memory" if stages_on_device(config) else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
-    lines.append(f"staging per actor: {size_text(version_bytes)} of {where}{shared}")
+    lines.append(f"{_staging(config)} per actor: {size_text(version_bytes)} of {where}{shared}")
     planned = device_bytes_of_driver() or PLANNED_DEVICE
     if not (shares_devices(config) or inference.servers) and (share := own_share(config, planned)):
         lines.append(f"gpu_memory_utilization of the engine beside it: {share:.3f} of {planned / GIB:.0f} GiB")
     return lines
+
+
+def _staging(config: JobConfig) -> str:
+    """Name what an actor receives versions into. The actor's log says so, too: it sees the shards."""
+    sync = config.weight_sync
+    if not engine_of(config).features.two_sets or not TRANSPORTS[sync.transport].over_channel:
+        return "staging"
+    copied = {
+        "relays read whole buckets": sync.table.relay,
+        "adapters are merged": config.lora.rank > 0,
+        "ranks send columns": config.parallelism.tensor_parallel_degree > 1,
+    }
+    reasons = [reason for reason, holds in copied.items() if holds]
+    return f"staging ({', '.join(reasons)}; copied)" if reasons else "second set of weights"
 
 
 def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:

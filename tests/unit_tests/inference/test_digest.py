@@ -127,7 +127,7 @@ def staged_version(version: int, tensors: dict[str, torch.Tensor]) -> StagedVers
 def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
     """Updates as fast as they can be made, each in place and torn while it goes on: no look ever sees one half-way."""
     live, found = values(), []
-    verifier = Verifier(1, live, lambda *torn: found.append(torn))
+    verifier = Verifier(1, lambda: live, lambda *torn: found.append(torn))
     for version in range(60):
         incoming = values(seed=version)
         verifier.finish()
@@ -150,7 +150,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
         raise CheckStopped
 
     monkeypatch.setattr("torchtitan.inference.engines.embedded.weights.differing_parameters", slow)
-    verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))
+    verifier = Verifier(1, values, lambda *_: pytest.fail("nothing is torn"))
     verifier.applied(staged_version(0, values()))
     assert begun.wait(PATIENCE_S)
     started = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
 
 def test_every_so_many_versions_and_none_at_all() -> None:
     for every, expected in ((0, 0), (1, 6), (3, 2)):
-        verifier = Verifier(every, values(), lambda *_: None)
+        verifier = Verifier(every, values, lambda *_: None)
         for version in range(6):
             verifier.applied(staged_version(version, values()))
             verifier.finish()
@@ -170,7 +170,7 @@ def test_every_so_many_versions_and_none_at_all() -> None:
 
 def test_torn_versions_are_counted_until_one_is_whole() -> None:
     live, rows = values(), []
-    verifier = Verifier(1, live, lambda *row: rows.append(row))
+    verifier = Verifier(1, lambda: live, lambda *row: rows.append(row))
     for version, torn in enumerate([True, True, False, True]):
         live["up"].copy_(values()["up"])
         if torn:
@@ -183,7 +183,7 @@ def test_torn_versions_are_counted_until_one_is_whole() -> None:
 
 def test_a_look_that_fails_is_no_proof_of_anything_good(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list[Any]()
-    verifier = Verifier(2, values(), lambda *row: rows.append(row))
+    verifier = Verifier(2, values, lambda *row: rows.append(row))
     monkeypatch.setattr("torchtitan.inference.engines.embedded.weights.finish_compute", lambda _device: 1 // 0)
     for version in range(2):  # what was torn is looked at again, whatever is due
         verifier.applied(staged_version(version, values()))

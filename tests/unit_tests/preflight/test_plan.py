@@ -130,7 +130,9 @@ def test_plan_of_a_public_shape_needs_no_files(write_config: WriteConfig, capsys
     assert "# bytes per weight version: 16,381,470,720 (15.26 GiB, bfloat16)" in text
     assert "# slots per rank: 4, together 61.03 GiB of host memory" in text
     assert "# base of deltas per rank: 15.26 GiB, one of the slots" in text
-    assert "# staging per actor: 15.26 GiB of host memory\n" in text
+    assert "# second set of weights per actor: 15.26 GiB of host memory\n" in text
+    assert main([*words, "--weight_sync.tcp.relay", "true", "--lora.rank", "8"]) == 0
+    assert "# staging (relays read whole buckets, adapters are merged; copied) per actor: " in capsys.readouterr().out
     assert main(["--model.name", "qwen3", "--model.flavor", "8B"]) == 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tests.deterministic.machine import Machine, Process
 from tests.deterministic.parts import TOKEN
 from torchtitan.weight_sync.wire.handshake import GUEST, Dialer, Identity
-from torchtitan.weight_sync.wire.runtime import Channel, Message
+from torchtitan.weight_sync.wire.runtime import Channel, Message, PayloadTarget
 
 GUEST_TOKEN = "what guests know"
 
@@ -29,9 +29,8 @@ class Client:
         self.channel = channel
         channel.on_message = lambda _channel, message: self.heard.append(message)
         channel.on_close = lambda _channel, reason: self._closed(reason)
-        channel.payload_target = lambda _channel, message: (
-            memoryview(bytearray(message["bytes"])),
-            lambda _piece: None,
+        channel.payload_target = lambda _channel, message: PayloadTarget(
+            [memoryview(bytearray(message["bytes"]))], lambda _parts: None
         )
         self._beat()
 

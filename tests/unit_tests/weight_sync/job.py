@@ -176,7 +176,7 @@ class Job:
             shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s
         )
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
-        settings = replace(settings, sees_bytes=not shape.by_reference)
+        settings = replace(settings, sees_bytes=not shape.by_reference, over_channel=not shape.by_reference)
         runtime = self.registry_process.runtime
         self.registry = self.parts.registry(
             runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat, published=self.shared
@@ -274,7 +274,7 @@ class Job:
             for one in (message["base"], serial)
         )
         bucket, start = bytearray(base[:BUCKET_BYTES]), message["bucket"] * BUCKET_BYTES
-        decode_into(memoryview(bucket), payload, ELEMENT_BYTES)
+        decode_into([memoryview(bucket)], payload, ELEMENT_BYTES)
         if bucket != new[start : start + BUCKET_BYTES]:
             raise Violation(f"a delta against snapshot {message['base']} does not make snapshot {serial}")
 

@@ -169,7 +169,7 @@ def test_staging_memory_that_has_been_written_since_proves_nothing() -> None:
     engine.prepare(layout, {})
     for write in (
         lambda: engine.fetch((0, 0), slots.refer(0, *layout.bucket_range(0, 0))),
-        lambda: engine.bucket((0, 1)),
+        lambda: engine.pieces((0, 1)),
     ):
         engine.apply(MANIFEST)
         assert proofs[-1].still_staged()

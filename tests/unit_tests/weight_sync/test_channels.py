@@ -14,7 +14,7 @@ import pytest
 from tests.patience import until
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire import sockets
-from torchtitan.weight_sync.wire.runtime import Message
+from torchtitan.weight_sync.wire.runtime import Message, PayloadTarget
 from torchtitan.weight_sync.wire.sockets import SocketChannel, SocketRuntime
 
 BUCKET: Message = {"type": "bucket", "pull": 1, "rank": 0, "bucket": 0}
@@ -78,7 +78,9 @@ def test_bytes_of_another_size_than_their_place_are_refused(runtime: SocketRunti
     short, right = End(runtime), End(runtime)
     for end, size in ((short, 4), (right, 8)):
         end.channel.trust()
-        end.channel.payload_target = lambda _channel, _message: (memoryview(bytearray(8)), lambda _piece: None)
+        end.channel.payload_target = lambda _channel, _message: PayloadTarget(
+            [memoryview(bytearray(8))], lambda _parts: None
+        )
         end.hear({**BUCKET, "bytes": size}, bytes(size))
     turns_until(runtime, lambda: short.over and right.over)
     assert "4 bytes arrive where 8 belong" in short.over and not short.heard
@@ -88,8 +90,8 @@ def test_bytes_of_another_size_than_their_place_are_refused(runtime: SocketRunti
 def test_a_channel_closed_at_the_last_byte_delivers_no_message(runtime: SocketRuntime) -> None:
     end = End(runtime)
     end.channel.trust()
-    closing = lambda _piece: end.channel.close("torn")  # noqa: E731
-    end.channel.payload_target = lambda _channel, _message: (memoryview(bytearray(8)), closing)
+    closing = lambda _parts: end.channel.close("torn")  # noqa: E731
+    end.channel.payload_target = lambda _channel, _message: PayloadTarget([memoryview(bytearray(8))], closing)
     end.hear({**BUCKET, "bytes": 8}, bytes(8))
     turns_until(runtime, lambda: end.over)
     turn(runtime)
@@ -129,9 +131,8 @@ def test_a_fast_peer_has_its_share_of_a_turn(runtime: SocketRuntime, monkeypatch
     monkeypatch.setattr(sockets, "PIECE_BYTES", 4 << 10)
     end, counts, size = End(runtime), list[int](), 96 << 10
     end.channel.trust()
-    end.channel.payload_target = lambda _channel, _message: (
-        memoryview(bytearray(size)),
-        lambda piece: counts.append(len(piece)),
+    end.channel.payload_target = lambda _channel, _message: PayloadTarget(
+        [memoryview(bytearray(size))], lambda parts: counts.extend(map(len, parts))
     )
     end.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * size)
     end.hear({**BUCKET, "bytes": size}, bytes(size))

@@ -22,15 +22,17 @@ GUARD = bytes(range(64))
 
 
 def decoded(base: bytes, payload: bytes, size: int) -> bytes:
-    """What becomes of `base`, decoded in the middle of other memory, which must stay as it is."""
-    memory = bytearray(GUARD + base + GUARD)
+    """What becomes of `base`, decoded in two pieces in the middle of other memory, which must stay as it is."""
+    cut = len(base) // size // 3 * size
+    memories = [bytearray(GUARD + part + GUARD) for part in (base[:cut], base[cut:])]
+    pieces = [memoryview(memory)[64:-64] for memory in memories]
     try:
-        decode_into(memoryview(memory)[64 : 64 + len(base)], memoryview(payload), size)
+        decode_into(pieces, memoryview(payload), size)
     except ProtocolError:
-        assert bytes(memory) == GUARD + base + GUARD, "written before it was checked"
+        assert b"".join(pieces) == base, "written before it was checked"
         raise
-    assert bytes(memory[:64]) == bytes(memory[64 + len(base) :]) == GUARD
-    return bytes(memory[64 : 64 + len(base)])
+    assert all(memory[:64] == memory[-64:] == GUARD for memory in memories)
+    return b"".join(pieces)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, wh
 from tests.unit_tests.weight_sync.job import Job, Shape
 from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
 from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS, Served
-from torchtitan.weight_sync.memory.manifest import Layout, Manifest, WeightsRefused
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import SILENCE_SECONDS, Channel, Message
 
@@ -48,6 +48,9 @@ class SimLeader(Leader):
 class LeadingEngine:
     """Stages nothing."""
 
+    def choose_memory(self) -> bool:
+        return True
+
     def prepare(self, layout: Layout, _message: Message) -> list[tuple[int, int]]:
         return layout.bucket_keys()
 
@@ -79,6 +82,8 @@ class SimWorker:
 
     def start(self) -> None:
         """A new process, which holds nothing."""
+        self.held: dict[BucketKey, int] = {}
+        self.held_live: dict[BucketKey, int] = {}
         self.holds = None
         self.process = Process(self.group.job.machine, f"worker-{self.number}", rate=2000.0)
         self.connect()
@@ -96,15 +101,18 @@ class SimWorker:
     def prepare(self, layout: Layout, _message: Message) -> list[tuple[int, int]]:
         return [(rank, bucket) for rank, bucket in layout.bucket_keys() if rank == min(self.number, 1)]
 
-    def bucket(self, key: tuple[int, int]) -> memoryview:
-        rank, bucket = key
-        return memoryview(self.group.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
+    def choose_memory(self) -> bool:
+        return True
 
-    def patch(self, key: tuple[int, int], delta: memoryview) -> str:
+    def pieces(self, key: BucketKey) -> list[memoryview]:
+        rank, bucket = key
+        return [memoryview(self.group.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]]
+
+    def patch(self, key: BucketKey, delta: memoryview, in_place: bool) -> str:
         raise NotImplementedError
 
-    def fetch(self, key: tuple[int, int], reference: Message) -> str:
-        return xxhash.xxh3_128_hexdigest(self.bucket(key))
+    def fetch(self, key: BucketKey, reference: Message) -> str:
+        return xxhash.xxh3_128_hexdigest(self.pieces(key)[0])
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         if self.raises is not None:

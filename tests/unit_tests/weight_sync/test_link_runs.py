@@ -18,6 +18,7 @@ from tests.deterministic.parts import Slots
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts
 from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.memory.manifest import Layout
 from torchtitan.weight_sync.trainer.shard_server import ShardServer
 from torchtitan.weight_sync.transports.bucket_server import Reader
 from torchtitan.weight_sync.wire.runtime import Channel, Message
@@ -93,6 +94,9 @@ class LinkedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor, name)
 
+    def prepare(self, layout: Layout, message: Message) -> Any:
+        return self._actor.prepare(layout, {**message, "over_channel": False})
+
     def linked(self, channel: Channel, message: Message) -> None:
         self._channels[message["link"]] = channel
 
@@ -103,7 +107,7 @@ class LinkedEngine:
             machine.at(0.0, self._actor.process, lambda: channel.close("broken"))
             raise ConnectionError("the link is broken")
         data = link.fetch(reference["number"])
-        self._actor.bucket(key)[:] = data
+        self._actor.memory(key)[:] = data
         return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -70,7 +70,7 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str) -> None:
     until(live.filled)
     assert live.filled() == {1: (0, 7)}
     staging = Staging(publisher.layout)
-    staging.memory[0][:] = slots.slot(0)
+    staging.memory[0][0][:] = slots.slot(0)
     for name, tensor in staging.tensors.items():
         assert torch.equal(tensor, expected[name]), name
     assert publisher.reserve()

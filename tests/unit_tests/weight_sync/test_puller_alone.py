@@ -13,7 +13,7 @@ from tests.deterministic.machine import Machine, Process
 from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest
-from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS
+from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS, TransferTarget
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
 
@@ -63,12 +63,35 @@ class Server:
         return sum(message["type"] == kind for message in self.heard)
 
 
-class World:
+class StagingInBytes:
+    """What there is to staging memory that is no engine's."""
+
+    def __init__(self) -> None:
+        self.held: dict[BucketKey, int] = {}
+        self.held_live: dict[BucketKey, int] = {}
+
+    def choose_memory(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        raise NotImplementedError("no engine gives it back")
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        raise NotImplementedError("there are no links")
+
+
+class World(StagingInBytes):
     """The puller is its own engine: memory, and what it has applied."""
 
     def __init__(
-        self, needs: list[BucketKey] | None = None, rank: int = 0, served: Served | None = None, progress_s: float = 5.0
+        self,
+        needs: list[BucketKey] | None = None,
+        rank: int = 0,
+        served: Served | None = None,
+        progress_s: float = 5.0,
+        engine: TransferTarget | None = None,
     ):
+        super().__init__()
         self.machine, self.needs, self.progress_s = Machine(0), needs, progress_s
         self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
         self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
@@ -78,7 +101,7 @@ class World:
         self.fetched: list[Any] = []
         self.process = Process(self.machine, "a")
         identity = Identity.of(TOKEN, ACTOR, "a")
-        self.puller = Puller(self.process.runtime, REGISTRY, identity, "e1", self, served=served)
+        self.puller = Puller(self.process.runtime, REGISTRY, identity, "e1", engine or self, served=served)
         self.puller.start()
         self.run(0.1)
         self.model(SERVER)
@@ -86,6 +109,7 @@ class World:
     def model(self, server: str) -> None:
         """The registry says what there is, and where."""
         about = {"layout_id": LAYOUT.layout_id(), "layout": LAYOUT.to_json(), "progress_s": self.progress_s}
+        about["over_channel"] = True
         self.registry.say("model", **about, servers=[server])
 
     def live(self, newest: int, **fields: Any) -> None:
@@ -95,8 +119,8 @@ class World:
     def prepare(self, layout: Layout, _message: Message) -> list[BucketKey]:
         return layout.bucket_keys() if self.needs is None else self.needs
 
-    def bucket(self, key: tuple[int, int]) -> memoryview:
-        return memoryview(self.staging)[key[1] * BUCKET_BYTES : (key[1] + 1) * BUCKET_BYTES]
+    def pieces(self, key: BucketKey) -> list[memoryview]:
+        return [memoryview(self.staging)[key[1] * BUCKET_BYTES : (key[1] + 1) * BUCKET_BYTES]]
 
     def fetch(self, key: tuple[int, int], reference: Message) -> str:
         found = self.fetched.pop(0)
@@ -104,8 +128,8 @@ class World:
             raise found
         return str(found)
 
-    def linked(self, channel: Channel, message: Message) -> None:
-        raise NotImplementedError
+    def patch(self, key: BucketKey, delta: memoryview, in_place: bool) -> str:
+        raise NotImplementedError("it is sent whole buckets")
 
     def apply(self, manifest: Manifest) -> dict[str, float]:
         self.applied.append(manifest.version)
@@ -132,11 +156,13 @@ class World:
         """The checksums of the newest version."""
         return ChecksumTable(self.checksum_tables[max(self.checksum_tables)], BUCKETS)
 
-    def send(self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None) -> None:
+    def send(
+        self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None, **fields: Any
+    ) -> None:
         """A shard server answers the last request with a bucket."""
         server = server or self.server
         pull = server.last("open")["pull"]
-        server.say("bucket", data or bucket_of(version, bucket), pull=pull, rank=0, bucket=bucket)
+        server.say("bucket", data or bucket_of(version, bucket), pull=pull, rank=0, bucket=bucket, **fields)
 
     def send_all(self, version: int, server: Server | None = None) -> None:
         for bucket in range(BUCKETS):

@@ -70,7 +70,7 @@ def test_other_operations_on_pieces_act_on_the_assembled_tensor(use: Callable[[t
 def test_values_that_come_later_are_seen_and_nothing_is_kept() -> None:
     staging = received(WEIGHTS)
     before = {name: tensor.clone() for name, tensor in staging.tensors.items()}
-    for area in staging.memory:
+    for (area,) in staging.memory:
         area[:] = bytes(len(area))
     assert any(bool(tensor.any()) for tensor in before.values())
     assert not any(bool(tensor.any()) for tensor in staging.tensors.values())
@@ -113,7 +113,7 @@ def test_a_version_that_comes_sharded_is_held_once(narrows: bool) -> None:
     targets = {name: torch.empty_like(weight) for name, weight in weights.items()}
     with Live(targets.values()) as live:
         staging = Staging(layout, "cpu:0")
-        assert all(isinstance(area, torch.Tensor) for area in staging.memory)
+        assert all(isinstance(area, torch.Tensor) for (area,) in staging.memory)
         for name, tensor in to_copy(staging.tensors) if narrows else staging.tensors.items():
             for half in range(2):
                 targets[name][:, 32 * half :][:, :32].copy_(tensor[:, 32 * half :][:, :32])

@@ -53,6 +53,8 @@ class Features:
     """Whether it does so without a GPU, too"""
     trainers_layers: bool = False
     """Whether it computes with the trainer's own layers, so that log-probs can be equal to the last bit"""
+    two_sets: bool = False
+    """Whether what comes over a connection is received into a second set of its weights, and nothing is copied"""
     any_family: bool = True
     """Whether it computes models whose layers the trainer takes from transformers"""
 

@@ -329,9 +329,19 @@ class LeadingEngine:
     def __init__(self, apply: ApplyFunction, runtime: SocketRuntime):
         self._apply, self._runtime = apply, runtime
 
+        self.held: dict[BucketKey, int] = {}
+        self.held_live: Mapping[BucketKey, int] = {}
+
     def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
         """See transfer.TransferTarget."""
         return layout.bucket_keys()
+
+    def choose_memory(self) -> bool:
+        """See transfer.TransferTarget."""
+        return True
+
+    def release(self) -> None:
+        """See transfer.TransferTarget."""
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See transfer.TransferTarget."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,8 +81,6 @@ class Puller:
         """The transfer that arriving buckets belong to"""
         self._base: int | None = None
         """Serial of the snapshot that deltas may be taken against"""
-        self._held: dict[BucketKey, int] = {}
-        """Bucket -> serial of the snapshot that its staging memory holds, verified"""
         self._writers = 0
         """How many threads' tasks may still write to staging memory"""
         self.corrupted = 0
@@ -279,6 +277,8 @@ class Puller:
                 missing[rank] = left
         # A slow actor needs a snapshot of the trainer's.
         peer = peer if self._gone_in_a_row < SLOW_AFTER else None
+        if not self.engine.choose_memory():
+            return
         transfer = Transfer(next(self._numbers), serial, manifest, self._layout, missing, now, moved_at=now)
         if self._relay is not None:
             self._relay.hold(self._layout, transfer)
@@ -306,6 +306,15 @@ class Puller:
         for rank in {rank for rank, _ in pull.arriving}:
             self._sources[rank].drop("the pull is over")
 
+    def release(self) -> None:
+        """Let go of the engine's memory, because the engine gives it back. What is being pulled, or staged, is pulled
+        again once there is memory."""
+        self._end_pull("lost", "the engine gives its memory back")
+        if self._staged is not None:
+            self._tell_ended(self._staged[0].version, "refused", "the engine gives its memory back")
+            self._staged = None
+        self.engine.release()
+
     def _pause(self) -> None:
         """After a failed version, wait before trying it again. A newer version is tried at once."""
         self._paused_until = self._runtime.now() + min(2.0**self._pauses, MAX_PAUSE_SECONDS)
@@ -322,7 +331,11 @@ class Puller:
 
     def requests(self, rank: int) -> list[Message]:
         """Return what to request from this rank's shard server."""
-        return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
+        return [] if self.transfer is None else self.transfer.requests(rank, self._has, self._base)
+
+    def _has(self, key: BucketKey, serial: int) -> bool:
+        """Return whether a delta against this snapshot can be applied to a bucket."""
+        return serial in (self.engine.held.get(key), self.engine.held_live.get(key))
 
     def is_current(self, message: Message) -> bool:
         """Return whether a message belongs to the current transfer."""
@@ -342,24 +355,27 @@ class Puller:
             return None
         key, now = transfer.checked_key(source.rank, message), self._runtime.now
         if "base" in message:
-            base = self._held.get(key)
-            if base is None or message["base"] != base or message["bytes"] >= transfer.bucket_bytes(key):
+            if not self._has(key, message["base"]) or message["bytes"] >= transfer.bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
             delta = memoryview(bytearray(message["bytes"]))
             transfer.arriving[key] = delta
-            return delta, lambda piece: transfer.count(len(piece), True, now())
+            return PayloadTarget([delta], lambda parts: transfer.count(sum(map(len, parts)), True, now()))
         # The kind is xxh3: checksums of the other kind are only used for memory that references point to.
         hasher = transfer.hasher(key[1])
         transfer.arriving[key] = hasher
-        self._held.pop(key, None)
         is_table = key[1] == CHECKSUM_TABLE
-        memory = transfer.table_memory(key[0], message["bytes"]) if is_table else self.engine.bucket(key)
+        if is_table:
+            pieces: Sequence[memoryview] = [transfer.table_memory(key[0], message["bytes"])]
+        else:
+            self.engine.held.pop(key, None)
+            pieces = self.engine.pieces(key)
 
-        def take(piece: memoryview) -> None:
-            transfer.count(0 if is_table else len(piece), False, now())
-            hasher.update(piece)
+        def take(parts: list[memoryview]) -> None:
+            transfer.count(0 if is_table else sum(map(len, parts)), False, now())
+            for part in parts:
+                hasher.update(part)
 
-        return memory, take
+        return PayloadTarget(pieces, take)
 
     def bucket(self, source: ShardServerConnection, message: Message) -> None:
         """Verify a bucket that has arrived, or start a thread for its reference or delta."""
@@ -377,13 +393,14 @@ class Puller:
             if "drop" in asked:
                 return
             transfer.checked_key(source.rank, message)
-            reference, count, is_delta, thread = transfer.plan(key, message["reference"], self._held.get(key))
+            reference, count, is_delta, thread = transfer.plan(key, message["reference"], self.engine.held.get(key))
             fetch = partial(self.engine.fetch, key, reference)
             self._work(transfer, source, key, fetch, asked, count, is_delta, thread)
         elif (placed := transfer.arriving.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
-            self._work(transfer, source, key, partial(self.engine.patch, key, placed), asked)
+            in_place = self.engine.held.get(key) == message["base"]
+            self._work(transfer, source, key, partial(self.engine.patch, key, placed, in_place), asked)
         else:
             del transfer.arriving[key]
             self._verify(source, key, placed.hexdigest(), asked)
@@ -393,7 +410,7 @@ class Puller:
         function: Callable[[], str], asked: Any, count: int = 0, is_delta: bool = False, thread: str = "fetch",
     ) -> None:  # fmt: skip
         """Have the thread of this name write the bucket, and then count `count` bytes as received."""
-        self._held.pop(key, None)
+        self.engine.held.pop(key, None)
         transfer.arriving[key] = None
         self._writers += 1
 
@@ -423,7 +440,7 @@ class Puller:
             if bucket == CHECKSUM_TABLE:
                 pull.take_table(rank)
             else:
-                self._held[key] = pull.serial
+                self.engine.held[key] = pull.serial
             source.succeeded()
             if self._relay is not None:
                 self._relay.send_more()

@@ -3,7 +3,7 @@
 A shard server encodes each bucket of a snapshot once per base, on threads, for all actors that hold the base (Deltas).
 
     payload = encode(new, base, size)        # size = element_bytes(layout); None: send the bucket itself
-    decode_into(target, payload, size)       # target holds the base's bytes before, the new ones after
+    decode_into(pieces, payload, size)       # the pieces hold the base's bytes before, the new ones after
 
 A step changes only the last few bits of a weight; in bfloat16 most weights do not change at all. A payload consists of
 the number of changed elements (32 bits), a mask of the planes that follow (8 bits), and two columns with one number per
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,28 +79,29 @@ def encode(new: memoryview, base: memoryview, size: int) -> memoryview | None:
     return payload if len(payload) < len(new) else None
 
 
-def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
-    """Turn the base's bytes in `target` into the new ones.
+def decode_into(pieces: Sequence[memoryview], payload: memoryview, size: int) -> None:
+    """Turn the base's bytes in these pieces of memory, which are a bucket together, into the new ones.
 
-    Never writes outside `target`, and writes nothing before the whole payload has been checked. Raises ProtocolError
-    for a payload that encode() cannot have made for a bucket of this length. With another base the result is wrong
-    without an error, so verify the result's checksum.
+    Never writes outside of them, and writes nothing before the whole payload has been checked. Raises ProtocolError
+    for a payload that encode() cannot have made for a bucket of this length, and for pieces that end within an element.
+    With another base the result is wrong without an error, so verify the result's checksum.
     """
-    if len(target) % size or not _HEADER.size <= len(payload) < len(target):
-        raise ProtocolError(f"a delta of {len(payload)} bytes for a bucket of {len(target)}")
-    elements = np.frombuffer(target, f"<u{size}")
+    length = sum(map(len, pieces))
+    if any(len(piece) % size for piece in pieces) or not _HEADER.size <= len(payload) < length:
+        raise ProtocolError(f"a delta of {len(payload)} bytes for a bucket of {length}")
+    elements = length // size
     count, bits = _HEADER.unpack_from(payload)
-    if count > MAX_CHANGED * len(elements):
-        raise ProtocolError(f"a delta of {count} of {len(elements)} elements")
+    if count > MAX_CHANGED * elements:
+        raise ProtocolError(f"a delta of {count} of {elements} elements")
     used = [place for place in range(_GAP_BYTES + size) if bits >> place & 1]
-    length, unpacker = count * len(used), zlib.decompressobj(_RAW_DEFLATE)
+    column_bytes, unpacker = count * len(used), zlib.decompressobj(_RAW_DEFLATE)
     try:
         # Allow one byte too many, so that a payload that is too long is detected without being decompressed.
-        data = unpacker.decompress(payload[_HEADER.size :], length + 1)
+        data = unpacker.decompress(payload[_HEADER.size :], column_bytes + 1)
     except zlib.error as error:
         raise ProtocolError(f"a delta that is not deflated: {error}") from error
-    if len(data) != length or not unpacker.eof or unpacker.unused_data:
-        raise ProtocolError(f"columns of a delta with {len(data)} instead of {length} bytes")
+    if len(data) != column_bytes or not unpacker.eof or unpacker.unused_data:
+        raise ProtocolError(f"columns of a delta with {len(data)} instead of {column_bytes} bytes")
     columns = [np.zeros((count, width), np.uint8) for width in (_GAP_BYTES, size)]
     for place, plane in zip(used, np.frombuffer(data, np.uint8).reshape(len(used), count), strict=True):
         column, byte = divmod(place, _GAP_BYTES)
@@ -108,9 +109,15 @@ def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
     gaps, numbers = (column.view(f"<u{column.shape[1]}")[:, 0] for column in columns)
     indices = np.cumsum(gaps, dtype=np.int64)
     indices += np.arange(count)
-    if count and indices[-1] >= len(elements):
+    if count and indices[-1] >= elements:
         raise ProtocolError("a delta that goes beyond its bucket")
-    elements[indices] += (numbers >> 1) ^ -(numbers & 1)
+    distances = (numbers >> 1) ^ -(numbers & 1)
+    ends = np.cumsum([len(piece) // size for piece in pieces])
+    first, start = 0, 0
+    for piece, end, last in zip(pieces, ends.tolist(), np.searchsorted(indices, ends).tolist(), strict=True):
+        if first < last:
+            np.frombuffer(piece, f"<u{size}")[indices[first:last] - start] += distances[first:last]
+        first, start = last, end
 
 
 Part = tuple[int, str, int, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -148,11 +148,11 @@ class Transfer:
         counts = {**self.received, "corrupt_buckets": self.corruptions.total()}
         return {"transfer_s": now - self.started, **counts, "source": self.source or "trainer"}
 
-    def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
+    def requests(self, rank: int, has: Callable[[BucketKey, int], bool], base: int | None) -> list[Message]:
         """Return the requests to this rank's shard server for what is missing and not arriving already: its table of
         checksums first, because no bucket can be verified without it.
 
-        held: bucket -> serial of the snapshot in staging memory; where that is `base`, a delta is requested.
+        has(bucket, serial): see TransferTarget; of buckets that are there as of snapshot `base`, deltas are requested.
         """
         table: list[int] = []
         again: list[int] = []
@@ -166,7 +166,7 @@ class Transfer:
                 table.append(bucket)
             elif key in self.corruptions:
                 again.append(bucket)
-            elif base is not None and held.get(key) == base:
+            elif base is not None and has(key, base):
                 deltas.append(bucket)
             else:
                 full.append(bucket)
@@ -198,10 +198,21 @@ class TransferTarget(Protocol):
     """Where versions end up. `apply`, `fetch` and `patch` run on threads, at most one call of each at a
     time, but for references that name different threads."""
 
-    def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
-        """Allocate staging memory for the layout in `message`. Returns the needed buckets. Raises LayoutError."""
+    @property
+    def held(self) -> dict[BucketKey, int]:
+        """Bucket -> serial of the snapshot of which staging memory holds it, verified. The puller keeps it."""
 
-    def bucket(self, key: BucketKey) -> memoryview:
+    @property
+    def held_live(self) -> Mapping[BucketKey, int]:
+        """The same of the memory that the engine computes with, if it can be staging memory later; see patch()."""
+
+    def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
+        """Prepare for versions of the layout in `message`. Returns the needed buckets. Raises LayoutError."""
+
+    def choose_memory(self) -> bool:
+        """Choose the staging memory of the next transfer. Returns whether there is any."""
+
+    def pieces(self, key: BucketKey) -> Sequence[memoryview]:
         """Return the staging memory of a bucket, for writing."""
 
     def linked(self, channel: Channel, message: Message) -> None:
@@ -213,8 +224,14 @@ class TransferTarget(Protocol):
         Raises ConnectionError if only the link was broken; its channel is then closed.
         """
 
-    def patch(self, key: BucketKey, delta: memoryview) -> str:
-        """Apply a delta to a bucket in staging memory. Returns the checksum of the result."""
+    def patch(self, key: BucketKey, delta: memoryview, in_place: bool) -> str:
+        """Apply a delta to a bucket in staging memory. Returns the checksum of the result.
+
+        in_place: its base is there. Otherwise it is copied first from the memory that the engine computes with.
+        """
+
+    def release(self) -> None:
+        """Let go of staging memory that is the engine's."""
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """Switch to the staged version between two decode steps. Returns figures.

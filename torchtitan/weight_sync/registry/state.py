@@ -59,6 +59,8 @@ class RegistrySettings:
     snapshot_timeout_s: float = 60.0
     sees_bytes: bool = True
     """Whether shard servers see how many bytes an actor has taken. Otherwise its word has to do"""
+    over_channel: bool = True
+    """Whether all bytes cross the connections to shard servers: actors may receive them anywhere"""
     delta: bool = False
     """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
     guests: Message = field(default_factory=dict)
@@ -94,6 +96,7 @@ class RegistrySettings:
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=config.apply_deadline(max(version_bytes, applied_bytes), drain_s),
             sees_bytes=TRANSPORTS[config.transport].sends,
+            over_channel=TRANSPORTS[config.transport].over_channel,
             delta=config.table.delta and TRANSPORTS[config.transport].over_channel,
         )
 

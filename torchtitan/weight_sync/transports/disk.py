@@ -162,7 +162,7 @@ def read_parts(store: Folder | Objects, parts: Iterable[Part], element: int, tar
         else:
             delta = memoryview(bytearray(size))
             store.read(name, offset, delta)
-            decode_into(target, delta, element)
+            decode_into([target], delta, element)
 
 
 # An external reader that has just resolved `latest` still finds its version after the next one is published.

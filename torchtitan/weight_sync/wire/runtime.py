@@ -13,7 +13,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import struct
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torchtitan.utils.rate_limiter import RateLimiter
@@ -107,8 +108,51 @@ OnDone = Callable[[Any, BaseException | None], None]
 """Called with the result of a function that ran on a thread, or with the exception that it raised"""
 
 
-PayloadTarget = tuple[memoryview, Callable[[memoryview], None]]
-"""Memory of exactly as many bytes as arrive, and a callback for each piece of it that has been filled"""
+# So many pieces of memory are filled at a time: systems refuse more than 1,024.
+MAX_PIECES = 512
+
+
+class PayloadTarget:
+    """Pieces of memory that the bytes behind a message fill, one piece after the other. They are exactly as many bytes
+    as arrive. take(parts): called with the parts of pieces that have been filled, in order."""
+
+    def __init__(self, pieces: Sequence[memoryview], take: Callable[[list[memoryview]], None]):
+        self.size = sum(map(len, pieces))
+        self._empty = deque(pieces)
+        self._take = take
+
+    def room(self, count: int) -> list[memoryview]:
+        """Return where the next bytes go: parts of pieces with `count` bytes at most."""
+        parts: list[memoryview] = []
+        for piece in self._empty:
+            if count <= 0 or len(parts) == MAX_PIECES:
+                break
+            parts.append(piece[:count])
+            count -= len(parts[-1])
+        return parts
+
+    def filled(self, count: int) -> None:
+        """Handle that the next `count` bytes of the room have been filled."""
+        parts: list[memoryview] = []
+        while count:
+            piece = self._empty.popleft()
+            parts.append(piece[:count])
+            if count < len(piece):
+                self._empty.appendleft(piece[count:])
+            count -= len(parts[-1])
+        self._take(parts)
+
+    def fill(self, data: memoryview) -> None:
+        """Copy these bytes to where they go. Raises ProtocolError if they are too many."""
+        while data:
+            count = 0
+            for part in self.room(len(data)):
+                part[:] = data[count : count + len(part)]
+                count += len(part)
+            if not count:
+                raise ProtocolError(f"{len(data)} bytes arrive behind the end of their memory")
+            self.filled(count)
+            data = data[count:]
 
 
 class Timer(Protocol):

@@ -169,8 +169,9 @@ class SocketChannel(Channel):
         budget, self._handled = READ_BYTES, 0
         while budget > 0 and not self.closed and self._held is None:
             if self._payload is not None and self._target is not None:
-                count = self._socket.recv_into(self._target[0][self._filled : self._filled + PIECE_BYTES])
+                count = self._socket.recvmsg_into(self._target.room(PIECE_BYTES))[0]
                 if count:
+                    self._target.filled(count)
                     self._arrived(count)
             else:
                 data = self._socket.recv(MESSAGE_BYTES)
@@ -197,7 +198,7 @@ class SocketChannel(Channel):
             if self._payload is not None:
                 count = min(len(self._buffer), self._size - self._filled)
                 if self._target is not None:
-                    self._target[0][self._filled : self._filled + count] = self._buffer[:count]
+                    self._target.fill(memoryview(bytes(self._buffer[:count])))
                 del self._buffer[:count]
                 self._arrived(count)
                 continue
@@ -212,21 +213,19 @@ class SocketChannel(Channel):
                 if self._limit == wire.MAXIMUM_HELLO_BYTES:
                     raise ProtocolError("bytes came before the handshake was over")
                 target = self.payload_target(self, message)
-                if target is not None and len(target[0]) != size:
-                    raise ProtocolError(f"{size} bytes arrive where {len(target[0])} belong")
+                if target is not None and target.size != size:
+                    raise ProtocolError(f"{size} bytes arrive where {target.size} belong")
                 self._payload, self._target, self._filled, self._size = message, target, 0, size
             else:
                 self.on_message(self, message)
 
     def _arrived(self, count: int) -> None:
-        message, target, begin = self._payload, self._target, self._filled
+        message, has_target = self._payload, self._target is not None
         assert message is not None
-        self._filled = end = begin + count
-        if target is not None:
-            target[1](target[0][begin:end])
-        if end == self._size and not self.closed:
+        self._filled += count
+        if self._filled == self._size and not self.closed:
             self._payload = self._target = None
-            if target is not None:
+            if has_target:
                 self.on_message(self, message)
 
     def _next_message(self) -> Message | None:

@@ -34,6 +34,7 @@ class Embedded(EngineDescriptor):
         sleeps=True,
         reports_experts=True,
         trainers_layers=True,
+        two_sets=True,
         any_family=False,
     )
     documentation: ClassVar[dict[str, str]] = {

@@ -72,7 +72,7 @@ class EngineServer(ActorServer):
         failed = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.stopped.set)
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, failed, drain_timeout_s, activity)
-        self.verifier = Verifier(verify_every, engine.weights.live, self._found_torn)
+        self.verifier = Verifier(verify_every, lambda: engine.weights.live, self._found_torn)
         self._connections = 0
         self._applying = threading.Lock()
         self._numbers = itertools.count()
@@ -139,7 +139,9 @@ class EngineServer(ActorServer):
             if level == 2:
                 # It reads the weights from a thread of its own.
                 self.verifier.finish()
-            self.loop.sleep(level, finish_s)
+            slept = self.loop.sleep(level, finish_s)
+        if slept and level == 2 and self._weights is not None:
+            self._weights.release_memory()
 
     def wake(self, tags: list[Tag]) -> None:
         self.loop.do(lambda: self.engine.wake(tags))
@@ -148,6 +150,8 @@ class EngineServer(ActorServer):
 
     def new_connection(self) -> int:
         def count() -> int:
+            # What an older connection's threads still write must not meet the new one's bytes.
+            self.engine.weights.sets.forget_idle()
             self._connections += 1
             return self._connections
 
@@ -159,7 +163,8 @@ class EngineServer(ActorServer):
         return None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
 
     def weights_options(self) -> dict[str, Any]:
-        return {"where": str(self.engine.device)}
+        in_host_memory = self.engine.device.type == "cpu"
+        return {"where": str(self.engine.device), "sets": self.engine.weights.sets if in_host_memory else None}
 
     def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
         def check() -> None:

@@ -1,4 +1,5 @@
-"""The weights that an engine computes with: replaced by a whole version, made base + adapters, or dropped.
+"""The weights that an engine computes with: exchanged for a whole version or replaced by it, made base + adapters, or
+dropped.
 
 Adapters are merged in place, always from an untouched copy of the base. Afterwards it is measured what the weights have
 become: an adapter that never arrives would otherwise look like a policy that is merely old.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from torchtitan.distributed.device import finish_compute
-from torchtitan.distributed.placement import StackPart
+from torchtitan.inference.engines.embedded.weight_sets import WeightSets
 from torchtitan.inference.serving.weight_digest import differing_parameters
 from torchtitan.inference.serving.weight_verification import (
     AdapterVersion,
@@ -26,22 +27,12 @@ from torchtitan.inference.serving.weight_verification import (
 )
 from torchtitan.models.adapter_math import low_rank_product, rounded
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.fused_projections import fuse_again, take_apart
-from torchtitan.models.lora import in_files
-from torchtitan.weight_sync.memory.staging import StagedVersion, WeightsRefused, to_copy
+from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, WeightsRefused, to_copy
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
 # An update waits for so long. What is not looked at by then is not looked at: the next version will be.
 FINISH_SECONDS = 4.0
-
-
-def _live(policy: Decoder) -> dict[str, torch.Tensor]:
-    tensors = {**dict(policy.named_parameters(remove_duplicate=False)), **dict(policy.named_buffers())}
-    return {
-        name: tensor.stack.detach()[tensor.index] if isinstance(tensor, StackPart) else tensor
-        for name, tensor in in_files(policy, tensors).items()
-    }
 
 
 class AdapterNotApplied(RuntimeError):
@@ -50,20 +41,23 @@ class AdapterNotApplied(RuntimeError):
 
 class EngineWeights:
     """The parameters of `policy`, which stay the same objects whatever memory they have. `progress` is called now and
-    then while they change. Takes memory for a copy of every parameter that adapters have touched."""
+    then while they change. Takes memory for a copy of every parameter that adapters have touched, and for a second set
+    if versions are received into one."""
 
     def __init__(self, policy: Decoder, progress: Callable[[], None]):
-        self.live: Mapping[str, torch.Tensor] = _live(policy)
-        """Name in checkpoint files -> the tensor that is computed with; tied weights under all of their names"""
+        self.sets = WeightSets(policy)
         self.figures: dict[str, float] = {}
         """Of the last version, if it was adapters: Frobenius norms of what they are, as sent (adapter_norm), and of
         what they changed in the weights (adapter_applied_norm)"""
-        self._policy, self._progress = policy, progress
+        self._progress = progress
         self._base: dict[str, torch.Tensor] = {}
         self._base_known = True
         self._base_bits: int | None = None
-        self._take: Callable[[], None] | None = None
-        """Gives dropped weights their memory again"""
+
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """Name in checkpoint files -> the tensor that is computed with; tied weights under all of their names."""
+        return self.sets.live
 
     def plan(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """What changes the weights into this version: whole tensors, or adapters (versions.py).
@@ -74,33 +68,20 @@ class EngineWeights:
         if is_adapter_version(tensors):
             return functools.partial(self._merge, self._check_adapters(tensors))
         self._check_whole(tensors)
-        return functools.partial(self._replace, tensors)
+        if not isinstance(tensors, StagedTensors) or tensors.received_in is None:
+            return functools.partial(self._replace, tensors)
+        if not self.sets.is_idle(tensors.received_in):
+            raise WeightsRefused("it was received into memory that this engine has given up since")
+        return functools.partial(self._exchange, tensors)
 
     def drop(self) -> None:
         """Free all of them. They must not be used before `take`, nor trusted before a whole version has come."""
-        if self._take is not None:
-            return
         self._forget_base()
-        shapes = [(parameter, parameter.shape) for parameter in self._policy.parameters()]
-        # Their storages cannot be shrunk in place: those that were read as numpy arrays refuse that.
-        fused = take_apart(self._policy)
-        self.live = {}
-        for parameter, _ in shapes:
-            parameter.data = parameter.data.new_empty(0)
-
-        def take() -> None:
-            for parameter, shape in shapes:
-                parameter.data = parameter.data.new_empty(shape)
-            fuse_again(self._policy, fused)
-            self.live = _live(self._policy)
-
-        self._take = take
+        self.sets.drop()
 
     def take(self) -> None:
         """Where they were dropped: memory as large as before, with anything in it."""
-        if self._take is not None:
-            self._take()
-        self._take = None
+        self.sets.take()
 
     # A whole version
 
@@ -123,6 +104,11 @@ class EngineWeights:
         for name, tensor in to_copy(tensors):
             self._progress()
             self.live[name].copy_(tensor)
+
+    def _exchange(self, tensors: StagedTensors) -> None:
+        self._forget_base()
+        self._progress()
+        tensors.exchange(self.sets.exchange)
 
     def _forget_base(self) -> None:
         """What this engine was loaded with is no longer there."""
@@ -193,11 +179,11 @@ class Verifier(Verification):
     Runs on a thread of its own while the engine generates again, so a pause is as long as without it; the next update
     waits until it is done, so it never sees half of one.
 
-    live: name -> tensor in use; others: see Verification. `torn` is called on the verifier's thread. `applied` and
+    live(): name -> tensor in use; others: see Verification. `torn` is called on the verifier's thread. `applied` and
     `finish` are called by one thread at a time.
     """
 
-    def __init__(self, every: int, live: Mapping[str, torch.Tensor], on_mismatch: OnMismatch):
+    def __init__(self, every: int, live: Callable[[], Mapping[str, torch.Tensor]], on_mismatch: OnMismatch):
         super().__init__(every, on_mismatch)
         self._live = live
         self._stop = threading.Event()
@@ -223,5 +209,7 @@ class Verifier(Verification):
 
     def _compare(self, staged: StagedVersion) -> str:
         assert staged.proof is not None
-        finish_compute(next(iter(self._live.values())).device)
-        return differing_parameters(staged.proof, self._live, staged.tensors, self._stop.is_set)
+        # They do not change before finish().
+        live = self._live()
+        finish_compute(next(iter(live.values())).device)
+        return differing_parameters(staged.proof, live, staged.tensors, self._stop.is_set)
