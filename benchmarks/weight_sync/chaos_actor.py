@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.weight_sync.job import TwoSets
 from torchtitan.weight_sync.actor.actor import SyncActor
-from torchtitan.weight_sync.memory.staging import StagedVersion
+from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion
 
 SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())
 ELEMENTS_PER_TOKEN = 6
@@ -40,11 +41,14 @@ def element_version(value: float, index: int, position: int) -> float:
 
 
 class Engine:
-    """Weights in memory of its own, changed in place between two decode steps."""
+    """Two sets of weights, exchanged between two decode steps; a version that was not received into the idle one is
+    copied into the other."""
 
     def __init__(self, epoch: str, log: Path):
         self._epoch = epoch
-        self._weights = [torch.full(shape, -1.0) for shape in SHAPES]
+        self.sets = TwoSets({f"p{index}": shape for index, shape in enumerate(SHAPES)}, torch.float32)
+        for weight in self.sets.live.values():
+            weight.fill_(-1.0)
         self._tag: tuple[str, int, str] | None = None
         self._step = threading.Lock()
         self._random = random.Random(os.getpid())
@@ -53,13 +57,16 @@ class Engine:
         self.actor: SyncActor | None = None
 
     def apply(self, staged: StagedVersion) -> float:
-        """Between two steps, one parameter after the other."""
+        """Between two steps, by exchange or one parameter after the other."""
         with self._step:
             start = time.monotonic()
             self._write_line()
-            for index, weight in enumerate(self._weights):
-                weight.copy_(staged.tensors[f"p{index}"])
-                time.sleep(0.0005)  # a step that did not wait would meet two versions here
+            if isinstance(staged.tensors, StagedTensors) and staged.tensors.received_in is not None:
+                self.sets.apply(staged)
+            else:
+                for name, weight in self.sets.live.items():
+                    weight.copy_(staged.tensors[name])
+                    time.sleep(0.0005)  # a step that did not wait would meet two versions here
             self._tag = (staged.epoch, staged.version, staged.digest)
             return time.monotonic() - start
 
@@ -79,7 +86,7 @@ class Engine:
 
     def _draw(self) -> float:
         index = self._random.randrange(len(SHAPES))
-        flat = self._weights[index].view(-1)
+        flat = self.sets.live[f"p{index}"].view(-1)
         position = self._random.randrange(len(flat))
         return element_version(float(flat[position]), index, position)
 
@@ -97,7 +104,7 @@ def main() -> None:
     epoch = arguments["epoch"]
     engine = Engine(epoch, Path(arguments["log"]))
     names = (arguments[name] for name in ("registry", "actor", "epoch", "key"))
-    engine.actor = SyncActor(*names, engine.apply, relay_host="127.0.0.1")
+    engine.actor = SyncActor(*names, engine.apply, relay_host=arguments["relay_host"], sets=engine.sets)
     engine.actor.start()
     stop = threading.Event()
     threading.Thread(target=engine.generate, args=(stop,), daemon=True).start()

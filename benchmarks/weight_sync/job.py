@@ -17,7 +17,7 @@ from benchmarks.weight_sync.processes import Child, say
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.memory.staging import StagedVersion, to_copy
+from torchtitan.weight_sync.memory.staging import SetsOfTensors, StagedTensors, StagedVersion, to_copy
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 EPOCH = "e1-benchmark"
@@ -93,11 +93,13 @@ def start_actors(
     prefix: Sequence[str] = (),
     hosts: Sequence[str] = (),
     log_folder: Path | None = None,
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> Child:
     """Actors without an engine, in one process, which have begun to join the job at `place` when this returns.
 
     cores: on these, with a thread each for the copies; hosts: the address at which each relays; log_folder: each writes
-    `NAME.log` there, a line with the time and the version when it begins to serve one, and copies nothing.
+    `NAME.log` there, a line with the time and the version when it begins to serve one, and copies nothing; shapes: of
+    the tensors p0, p1 … in bfloat16 that each receives into, and copies nothing.
     """
     arguments = {
         "registry": place["registry"],
@@ -106,6 +108,7 @@ def start_actors(
         "cores": list(cores),
         "hosts": list(hosts),
         "log_folder": str(log_folder or ""),
+        "shapes": list(shapes),
     }
     child = Child(run_actors, arguments, prefix)
     child.answer()
@@ -119,16 +122,43 @@ def run_actors(arguments: dict[str, Any]) -> None:
         common.run_on(*cores)
     torch.set_num_threads(1)
     for number, (name, key) in enumerate(zip(arguments["names"], arguments["keys"], strict=True)):
-        if log_folder:
+        relay: dict[str, Any] = {"relay_host": hosts[number]} if hosts else {}
+        if arguments["shapes"]:
+            sets = TwoSets({f"p{index}": shape for index, shape in enumerate(arguments["shapes"])}, torch.bfloat16)
+            engine, relay["sets"] = sets.apply, sets
+        elif log_folder:
             engine = logging_engine(Path(log_folder) / f"{name}.log")
         elif cores:
             engine = copying_engine(len(cores))
         else:
             engine = idle_engine
-        relay = {"relay_host": hosts[number]} if hosts else {}
         SyncActor(arguments["registry"], name, EPOCH, key, engine, **relay).start()
     say({"started": len(arguments["names"])})
     sys.stdin.read()
+
+
+class TwoSets:
+    """An engine's two sets of tensors, as embedded/weight_sets.py: see EngineSets. tensors: name -> shape."""
+
+    def __init__(self, tensors: Mapping[str, Sequence[int]], dtype: torch.dtype):
+        self.idle, self.live = (
+            {name: torch.empty(tuple(shape), dtype=dtype) for name, shape in tensors.items()} for _ in range(2)
+        )
+        self.outlines = {name: torch.empty_like(tensor, device="meta") for name, tensor in self.live.items()}
+
+    def sets(self) -> SetsOfTensors:
+        """See EngineSets."""
+        return SetsOfTensors(self.idle, self.live)
+
+    def apply(self, staged: StagedVersion) -> None:
+        """Compute with a version that was received into the idle set. Ends the benchmark for another one."""
+        tensors = staged.tensors
+        if not isinstance(tensors, StagedTensors) or tensors.received_in is not self.idle:
+            raise SystemExit(f"version {staged.version} was received into memory of its own")
+        tensors.exchange(self._exchange)
+
+    def _exchange(self) -> None:
+        self.idle, self.live = self.live, self.idle
 
 
 def idle_engine(_staged: StagedVersion) -> None:

@@ -73,7 +73,7 @@ def embed() -> int:
     before: dict[str, torch.Tensor] = {}
 
     def spoil_and_verify(self: weights.Verifier, staged: Any) -> None:
-        live, kind = self._live, asked()
+        live, kind = self._live(), asked()
         wanted = {name: tensor.detach().clone() for name, tensor in live.items()}
         if kind == "missing":
             wanted[VICTIM] = before[VICTIM]

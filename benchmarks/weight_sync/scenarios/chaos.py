@@ -116,8 +116,9 @@ class Training:
         self.sync = self._job.sync
         # With delta, one more is kept as the base of the next.
         self.slots_in_use = 1 + config.table.delta
+        self.relays = bool(config.table.relay)
         # With relay, who has connected to whom depends on who came first: an actor dials and is dialled by each other.
-        self.spare_descriptors = 2 * (len(ACTORS) - 1) if config.table.relay else 0
+        self.spare_descriptors = 2 * (len(ACTORS) - 1) if self.relays else 0
         self.version = -1
         self.stops, self.stall_s = 0, stall_s
         self.longest_stall = 0.0
@@ -204,6 +205,7 @@ class Training:
             "actor": name,
             "epoch": EPOCH,
             "log": str(self.folder / f"{name}.jsonl"),
+            "relay_host": "127.0.0.1" if self.relays else "",
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             self.actors[name] = subprocess.Popen(
