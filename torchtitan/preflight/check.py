@@ -6,10 +6,8 @@ A name such as `package.module:name` is looked up without running any of that mo
 from __future__ import annotations
 
 import ast
-import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig, value_at
@@ -17,6 +15,7 @@ from torchtitan.config.reading import Problem
 from torchtitan.config.values import show
 from torchtitan.errors import nearest
 from torchtitan.rollout.rewards import BUILTIN
+from torchtitan.utils.definitions import bound_names, definition_of, find_module, signature_of
 
 
 @dataclass
@@ -64,7 +63,7 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
         allowed = f"must be {choice}package.module:function"
         return f"unknown {what} {show(name)}: {allowed}{nearest(name, built_in)}"
     try:
-        spec = _find_module(module)
+        spec = find_module(module)
     except Exception as error:  # raised by user code: the parent package had to be imported
         return f"{what} {show(name)}: module {module} cannot be found: {type(error).__name__}: {error}"
     if spec is None:
@@ -78,7 +77,7 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except (OSError, SyntaxError, ValueError) as error:
         return f"{what} {show(name)}: {spec.origin} cannot be read as Python: {error}"
-    known = set(_names(tree.body))
+    known = set(bound_names(tree.body))
     if function in known or "*" in known or "__getattr__" in known:
         return None
     return f"{what} {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
@@ -89,44 +88,5 @@ def may_take(name: str, parameter: str) -> bool:
     definition there shows that it has none."""
     if ":" not in name or name_problem(name, "function"):
         return False
-    module, _, function = name.partition(":")
-    spec = _find_module(module)
-    if spec is None or not (spec.origin or "").endswith(".py"):
-        return True
-    tree = ast.walk(ast.parse(Path(str(spec.origin)).read_bytes()))
-    found = [node.args for node in tree if isinstance(node, ast.FunctionDef) and node.name == function]
-    names = {argument.arg for arguments in found for argument in (*arguments.args, *arguments.kwonlyargs)}
-    return not found or parameter in names
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    """Like importlib.util.find_spec, but import parent packages only if their files do not lead to the module."""
-    parts = name.split(".")
-    spec = importlib.util.find_spec(parts[0])
-    for i in range(2, len(parts) + 1):
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        try:
-            spec = PathFinder.find_spec(".".join(parts[:i]), list(spec.submodule_search_locations))
-        except KeyError:  # a namespace package's path is not known before its parent is imported
-            spec = None
-        if spec is None:
-            return importlib.util.find_spec(name)
-    return spec
-
-
-def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module's statements bind, also inside `if`, `try` and `with`; `*` for a star import."""
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-            continue
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-                yield inner.id
-        for part in ("body", "orelse", "finalbody"):
-            yield from _names(getattr(node, part, []))
-        for handler in getattr(node, "handlers", []):
-            yield from _names(handler.body)
+    found = definition_of(name)
+    return found is None or isinstance(found.node, ast.ClassDef) or parameter in signature_of(found.node).parameters

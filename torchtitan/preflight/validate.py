@@ -43,6 +43,13 @@ from torchtitan.preflight.memory import few_descriptors, tight_memory
 from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
+from torchtitan.rollout.data.own_code import (
+    environment_call_problem,
+    function_problem,
+    reward_call_problem,
+    tool_problem,
+)
+from torchtitan.rollout.data.peek import peek_columns
 from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem, split_of
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
@@ -53,6 +60,14 @@ Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
 """A TOML file, its tables, or a configuration"""
 # A cap on the importance ratio above this value does not count as a bound.
 NO_BOUND = 10.0
+OWN_ARGUMENTS = {
+    "grpo.loss_type": (("log_probs", "log_ratio", "advantages", "options"), "sequences"),
+    "grpo.advantage": (("rewards", "tokens"), ""),
+    "grpo.off_policy_correction": (("ratio", "options"), "sequences"),
+    "grpo.group_filter": (("group",), ""),
+    "rollout.sampler": (("means", "variances", "groups", "typical"), ""),
+}
+"""Keys that may name a function of the user's that this program calls -> its arguments, and one that it may take"""
 MODEL, TEACHER = "model.hf_assets_path", "distill.teacher"
 
 
@@ -246,7 +261,8 @@ def _check_objective(check: Check) -> None:
     grpo, refuse = check.config.grpo, check.refuse
     for key in ("loss_type", "advantage", "off_policy_correction", "group_filter"):
         name = getattr(grpo, key)
-        if (":" in name or key == "group_filter") and name and (problem := name_problem(name, "function")):
+        is_own = name and (":" in name or key == "group_filter")
+        if is_own and (problem := _own_function_problem(name, f"grpo.{key}")):
             check.say(f"grpo.{key}", f"grpo.{key}: {problem}")
     observing, key = grpo.observation_coefficient > 0, "grpo.observation_coefficient"
     refuse(key, observing and check.config.job.stage != "grpo", "needs job.stage = grpo")
@@ -271,6 +287,11 @@ def _check_objective(check: Check) -> None:
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
     both = grpo.advantage_level == "turn" and grpo.reward_aggregation == "normalize_each"
     refuse("grpo.advantage_level", both, "needs grpo.reward_aggregation = sum")
+
+
+def _own_function_problem(name: str, key: str) -> str | None:
+    """Return why a function of the user's cannot be what this key needs; None if it can."""
+    return name_problem(name, "function") or function_problem(name, "function", *OWN_ARGUMENTS[key])
 
 
 def _unbounded(config: JobConfig) -> str:
@@ -304,7 +325,7 @@ def _check_rollout(check: Check) -> None:
         check.refuse("eval.dataset", evaluation.enable and _evaluates_training_data(config), text)
     text = "needs rewards to learn from, which this job.stage does not have"
     check.refuse("rollout.sampler", rollout.sampler and not learns_from_rewards(config), text)
-    if ":" in rollout.sampler and (problem := name_problem(rollout.sampler, "function")):
+    if ":" in rollout.sampler and (problem := _own_function_problem(rollout.sampler, "rollout.sampler")):
         check.say("rollout.sampler", f"rollout.sampler: {problem}")
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
@@ -333,7 +354,7 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
     if name in BUILT_IN:
         return
     if FUNCTION.fullmatch(name):
-        if problem := name_problem(name, "dataset"):
+        if problem := name_problem(name, "dataset") or function_problem(name, "dataset", ()):
             check.refuse(key, True, problem)
     elif problem := file_problem(name):
         check.refuse(key, True, problem)
@@ -357,16 +378,26 @@ def _check_rewards(check: Check) -> None:
     text = f"must name at least one of {', '.join(BUILTIN)} (or set environment.factory, which gives a reward)"
     needed = learns_from_rewards(check.config) and not check.config.environment.reward_name
     check.refuse(key, not functions and needed, text)
+    is_used, dataset = check.config.environment.is_used, check.config.rollout.dataset
+    columns = _columns(check, dataset) if any(":" in name for name in functions) else None
     for name in functions:
-        if problem := reward_problem(name):
+        if problem := reward_problem(name) or reward_call_problem(name, columns, is_used):
             check.say(key, f"{key}: {problem}")
     check.refuse(key, len(set(functions)) < len(functions), "each function may be named only once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     _check_isolation(check, "rewards.sandbox", rewards.sandbox)
     judge = evaluation.reward_function if evaluation.enable else ""
-    if judge not in ("", check.config.environment.reward_name) and (problem := reward_problem(judge)):
-        check.say("eval.reward_function", f"eval.reward_function: {problem}")
+    if judge not in ("", check.config.environment.reward_name, *functions):
+        columns = _columns(check, evaluation.dataset or dataset)
+        if problem := reward_problem(judge) or reward_call_problem(judge, columns, is_used):
+            check.say("eval.reward_function", f"eval.reward_function: {problem}")
+
+
+def _columns(check: Check, dataset: str) -> set[str] | None:
+    """The columns that functions get of a dataset, where they can be told without loading it."""
+    refused = {"rollout.dataset", "rollout.prompt_column", "rewards.answer_column"} & check.wrong
+    return None if refused or check.config.rollout.replay else peek_columns(check.config, dataset)
 
 
 def _check_isolation(check: Check, name: str, sandbox: Sandbox) -> None:
@@ -407,7 +438,7 @@ def _check_environment(check: Check) -> None:
         alone = "cannot be combined with environment.factory, environment.tools or another kind of environment"
         check.refuse(f"environment.{kind}", others or len(kinds) > 1, alone)
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
-        if name and (problem := name_problem(name, what)):
+        if name and (problem := name_problem(name, what) or _use_problem(check, key, name)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
     text = "each function may be named only once"
     check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
@@ -422,6 +453,14 @@ def _check_environment(check: Check) -> None:
     )
     text = "verifiers reads calls itself (environment.verifiers.renderer)"
     check.refuse("environment.tool_parser", parser not in known_parsers and environment.verifiers.id, text)
+
+
+def _use_problem(check: Check, key: str, name: str) -> str | None:
+    """Return why something of the user's cannot be used as this key of [environment] means it; None if it can."""
+    if key == "factory":
+        columns = _columns(check, check.config.rollout.dataset)
+        return environment_call_problem(name, columns and columns | {check.config.rollout.prompt_column})
+    return tool_problem(name) if key == "tools" else None
 
 
 def _check_evaluation(check: Check) -> None:

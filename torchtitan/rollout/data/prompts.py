@@ -26,6 +26,7 @@ from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.conversation.turns import reader_of
 from torchtitan.rollout.conversation.unwritten import warn_of_unread_keys
+from torchtitan.rollout.data.own_code import columns_for_rewards, environment_call_problem, reward_call_problem
 from torchtitan.rollout.environments import builtin_environments as builtin
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import ARGUMENTS, NEEDS_ANSWER, is_built_in
@@ -301,6 +302,13 @@ def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions
             f"{where}: a reward function would not see column{'s' if len(hidden) > 1 else ''} "
             f"{', '.join(map(repr, sorted(hidden)))}, because one of its arguments has that name: rename the column"
         )
+    columns = columns_for_rewards(config, {name for row in rows for name in row})
+    for function in sorted(custom_functions):
+        if problem := reward_call_problem(function, columns, config.environment.is_used):
+            raise UserError(f"{where}: {problem}")
+    factory = config.environment.factory
+    if factory and (problem := environment_call_problem(factory, columns | {config.rollout.prompt_column})):
+        raise UserError(f"{where}: {problem}")
     if functions and column != "answer" and "answer" in names:
         logger.info(
             "%s: as `answer`, reward functions and environments get column %r (rewards.answer_column), not 'answer'",
