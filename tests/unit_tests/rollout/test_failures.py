@@ -70,7 +70,13 @@ async def with_groups(config: JobConfig, folder: Path, work: Any) -> Any:
     engines, events = Engines(), EventLog(folder / "events.jsonl")
     environments = EnvironmentPool(config, events, folder / "environments.log")
     tokenizer: Any = SimpleNamespace(
-        eos_token_ids=[99], added_tokens={}, unseen_texts=frozenset(), decode=lambda ids: "".join(map(str, ids))
+        eos_token_ids=[99],
+        added_tokens={},
+        unseen_texts=frozenset(),
+        decode=lambda ids: "".join(map(str, ids)),
+        unknown_id=7,
+        directory="model",
+        encode=lambda text: [7 if char == "ß" else 1 for char in text],
     )
     maker: Any = SimpleNamespace(extended=lambda prompt, text: prompt.token_ids, tools=[])
     player = EpisodePlayer(config, engines, environments, maker, tokenizer)  # type: ignore[arg-type]
@@ -146,6 +152,16 @@ def test_a_reset_that_fails_is_no_reward(tmp_path: Path) -> None:
     assert figures["eval/pass@1"] == pytest.approx(sum(rates) / 2)
     assert (figures["eval/unscored"], figures["eval/failed"], figures["eval/lost"]) == (SAMPLES, 0, 0)
     assert statistics["episodes_lost"] == SAMPLES and figures["eval/samples"] == 2 * SAMPLES
+
+
+def test_answers_that_the_tokenizer_does_not_know_are_said_once(tmp_path: Path) -> None:
+    async def work(groups: GroupMaker, player: EpisodePlayer, engines: Engines, events: EventLog) -> Any:
+        for text in ("Size?", "Größe?", "Maß?"):
+            player._note_unknown_text([{"role": "user", "content": text}])
+        return read_json_lines(events.path)
+
+    (event,) = asyncio.run(asyncio.wait_for(with_groups(make_config("Sound"), tmp_path, work), 100))
+    assert (event["kind"], event["text"]) == ("environment_text_unknown", "Größe?")
 
 
 @pytest.mark.parametrize("on_failure", ["zero", "leave_out"])

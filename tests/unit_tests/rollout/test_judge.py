@@ -213,3 +213,5 @@ def test_a_judge_that_could_give_no_reward_ends_the_start(judged: Callable[..., 
         assert mistake in str(found.value)
     with pytest.raises(UserError, match="model must name"):
         judged(Stub(lambda answers: 500), lambda pool: score(pool, "a"), model="")
+    with pytest.raises(UserError, match=r"'critics:judge': its timeout_s = .* must be less than rewards.timeout_s"):
+        judged(Stub(lambda answers: 500), lambda pool: score(pool, "a"), timeout_s=float(PATIENCE_S))

@@ -177,6 +177,18 @@ def test_a_group_whose_good_samples_fail_together_has_no_rewards() -> None:
     assert statistics["failures"] == 2
 
 
+@pytest.mark.parametrize("broken", ["fault", "wrong_length"])
+def test_a_function_that_has_never_worked_ends_the_run_beside_others(broken: str) -> None:
+    config = make_config(broken, "arithmetic")
+    config.training.global_batch_size, config.grpo.group_size = 4, 2
+    calls = [(PROMPT, completions_of("bad", "bad"))] * 9
+    with pytest.raises(UserError, match=f"'{HERE}:{broken}' has failed on every sample of its first 4 groups"):
+        score(config, *calls)
+    # One that has worked once may fail later, as a judge that is away does, and evaluations are not counted.
+    scores, _ = score(config, (PROMPT, completions_of("good", "bad")), *calls)
+    assert len(scores) == 10
+
+
 def test_values_that_are_no_rewards_are_counted_and_none_is_not() -> None:
     results, statistics = score(make_config("odd_values"), (PROMPT, completions_of("nan", "true", "text", "none")))
     assert totals(results[0]) == [None, 1.0, None, None]

@@ -193,8 +193,8 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["reward", "environment"])
-def test_the_last_error_says_that_every_call_timed_out(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["reward", "environment", "failures"])
+def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path, what: str) -> None:
     class Actors(FakeActors):
         async def generate(self, request: GenerateRequest, min_version: int = 0, shares: str = "") -> Any:
             said = {"token_ids": [*map(ord, "bad")], "log_probs": [-1.0] * 3, "spans": [VersionSpan("now", 0, 0, 3)]}
@@ -210,17 +210,20 @@ def test_the_last_error_says_that_every_call_timed_out(tmp_path: Path, what: str
     if what == "reward":
         config.rewards.functions = [f"{here}.reward_examples:async_hang"]
     else:
-        config.environment.factory, config.environment.step_timeout_s = f"{here}.environment_examples:HangsAsleep", 0.2
+        factory = "environment_examples:HangsAsleep" if what == "environment" else "failing_environments:Raises"
+        config.environment.factory, config.environment.step_timeout_s = f"{here}.{factory}", 0.2
         config.environment.max_retries, config.rewards.functions = 0, []
         backends = make_backends(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
     actors: Any = Actors()
     tokenizer: Any = Text()
     rollouts = Rollouts(config, actors, RewardPool(config), tokenizer, None, "now", ranks=1, backends=backends)
     said = {
-        "reward": r"reward function '.*:async_hang': timeout \(the reward worker gave no answer within 0.2 s\)",
-        "environment": "an episode was lost: the environment worker gave no answer within 0.2 s",
+        "reward": r"got no reward at all; reward function '.*:async_hang': timeout \(the reward worker gave no answer "
+        r"within 0.2 s\): fix the reward functions",
+        "environment": "got no reward at all; an episode was lost: the environment worker gave no answer within 0.2 s",
+        "failures": r"every episode of the last \d+ groups failed; an episode was lost: ValueError: invalid literal",
     }
-    with rollouts, pytest.raises(UserError, match=f"got no reward at all; {said[what]}: fix the reward functions"):
+    with rollouts, pytest.raises(UserError, match=said[what]):
         rollouts.loop.call(rollouts.flow.restore_state, b"")
         reach(rollouts, 0)
         look(rollouts, 0, PATIENCE_S)

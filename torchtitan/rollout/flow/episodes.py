@@ -7,6 +7,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,8 @@ Engines = InferencePool | ReplicaPool
 # Of an answer that is much longer than what fits, only this many characters per token that fits are encoded at first.
 # Where the text is cut, a few tokens may differ.
 ENCODED_CHARACTERS, CERTAIN_SHARE = 8, 1.5
+# Of an answer that is quoted in an event.
+SHOWN_CHARACTERS = 100
 # An episode without a call in a process that ends is begun again so often, besides Environment.max_retries.
 MAX_STRAYS = 20
 # What may become of an attempt at an episode, besides a trajectory with an outcome.
@@ -199,6 +202,7 @@ class EpisodePlayer(Player):
         self._engines, self._environments = engines, environments
         self._maker, self._tokenizer = maker, tokenizer
         self._turns = TurnReader(tokenizer, environments.tool_format)
+        self._has_noted_unknown_text = False
 
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int, alone: bool = False
@@ -277,6 +281,7 @@ class EpisodePlayer(Player):
             if reply.done:
                 played.finish_reason = "stop"
                 return
+            self._note_unknown_text(reply.messages)
             if self._overflows(reply.messages, limit - len(tokens)):
                 return
             if self._is_chat(prompt):
@@ -286,6 +291,17 @@ class EpisodePlayer(Player):
             if len(tokens) + len(following) >= limit:
                 return
             tokens = tokens + following
+
+    def _note_unknown_text(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Write an event, once, if the policy cannot read how an environment's answer begins."""
+        if self._has_noted_unknown_text or self._tokenizer.unknown_id is None:
+            return
+        text = "".join(str(message["content"]) for message in messages)[:SHOWN_CHARACTERS]
+        if self._tokenizer.unknown_id not in self._tokenizer.encode(text):
+            return
+        self._has_noted_unknown_text = True
+        advice = f"the tokenizer of {self._tokenizer.directory} does not know it all: the policy reads <unk> instead"
+        self.failures.write("unknown_text", "environment_text_unknown", text=text, look_at=advice)
 
     def _trajectory(self, prompt: Prompt, played: PlayedEpisode, begin: int) -> Trajectory:
         """Return what was played, without an outcome. begin: the number of tokens before the first turn."""

@@ -242,6 +242,7 @@ class RolloutFlow:
                 if reward is not None:
                     answer = prompt.columns.get(source.config.rewards.answer_column)
                     samples.append(make_sample(trajectory, reward, rewards, answer))
+            source.look_for_failures(trajectories)
             source.look_for_reward(prompt, trajectories, samples)
             group = Group(prompt.index, samples, source.name, prompt.from_pass)
             source.accept(group, prompt.row, time.monotonic() - started)

@@ -30,6 +30,8 @@ SMALLEST_GROUP = 2
 EQUAL_REWARDS = 1e-9
 # A source has failed after this many batches' worth of its groups without any reward, one after the other.
 BATCHES_WITHOUT_REWARD = 4
+# It has also failed after so many in which every episode made its environment fail: its rewards are 0 then.
+BATCHES_OF_FAILURES = 2
 # After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
 BATCHES_OF_ZEROS = 2
 SHOWN_COMPLETIONS = 3
@@ -70,7 +72,8 @@ class SourceFlow:
         )
         self.seconds_without_group = 0.0
         """For so long the trainer has waited since a group could be trained on"""
-        self._without_reward = 0
+        self._without_reward = self._only_failures = 0
+        """Groups without any reward, and groups of failed episodes alone, one after the other"""
         self._events, self._answer = events, config.rewards.answer_column
         needs_rewards = learns_from_rewards(config) or (hints_after_scoring(config) and config.distill.hint == SUCCESS)
         self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if needs_rewards else None
@@ -137,8 +140,8 @@ class SourceFlow:
         if self._without_reward >= self._batches(BATCHES_WITHOUT_REWARD):
             raise UserError(
                 f"the last {self._without_reward} groups got no reward at all; {self.groups.last_failure}: "
-                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
-                f"environment{self.groups.lost_rewards}"
+                "fix the reward functions ([rewards] functions, timeout_s, sandbox.memory_limit_mb, answer_column) "
+                f"or the environment{self.groups.lost_rewards}"
             )
         self.budget.count(not dropped)
         if not dropped:
@@ -189,6 +192,19 @@ class SourceFlow:
             prompt = self._named(self.stream.next())
             if prompt.index not in used:
                 bisect.insort(self.resample, prompt.index)
+
+    def look_for_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise UserError if all episodes of the last batches' worth of groups have failed: their environment does not
+        work, and nothing is learned from it."""
+        if not trajectories:
+            return
+        all_failed = all(trajectory.failure is not None for trajectory in trajectories)
+        self._only_failures = self._only_failures + 1 if all_failed else 0
+        if self._only_failures >= self._batches(BATCHES_OF_FAILURES):
+            raise UserError(
+                f"every episode of the last {self._only_failures} groups failed; {self.groups.last_failure}: fix the "
+                f"environment ([environment], logs/environments.log){self.groups.lost_rewards}"
+            )
 
     def look_for_reward(self, prompt: Prompt, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> None:
         """Write an event if the first batches' worth of groups has no reward but 0: nothing is learned from them."""

@@ -16,7 +16,9 @@ import msgspec
 
 from torchtitan.config.evaluations import task_configs
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.optimizer_step import groups_per_batch
 from torchtitan.config.reward_names import reward_weights
+from torchtitan.errors import UserError
 from torchtitan.rollout.conversation.thoughts import last_text, read_turn
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.types import Prompt, Trajectory
@@ -34,6 +36,8 @@ Score = tuple[float | None, dict[str, float | None]]
 # After a group's call failed, its samples get this many times the group's time limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
+# A function that has failed on every sample of so many batches' worth of groups, and never worked, is broken.
+BATCHES_OF_FAILURES = 2
 # Calls of async functions that run side by side, each over one group.
 ASYNC_CALLS = 16
 # The worker enforces an async function's time limit, unless the function blocks the process: then the parent's limit,
@@ -77,7 +81,7 @@ class RewardPool:
         self._timeout_s = rewards.timeout_s
 
         def new_pool(functions: Sequence[str], side_by_side: bool) -> WorkerPool:
-            setup = {"functions": functions, "side_by_side": side_by_side}
+            setup = {"functions": functions, "side_by_side": side_by_side, "timeout_s": rewards.timeout_s}
             module = "torchtitan.rollout.rewards.reward_worker"
             table = replace(rewards, num_workers=1) if side_by_side else rewards
             return WorkerPool(
@@ -93,6 +97,11 @@ class RewardPool:
         self._turns = asyncio.Semaphore(ASYNC_CALLS)
         self._state = {"global_step": 0, "max_steps": config.training.steps}
         self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._worked: set[str] = set()
+        """Functions that have answered a call"""
+        self._failed_groups: Counter[str] = Counter()
+        """Training groups on whose every sample a function has failed, of those that have not worked yet"""
+        self._most_failed_groups = BATCHES_OF_FAILURES * max(groups_per_batch(config), 1)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """A description of the latest failure, for messages"""
@@ -135,7 +144,7 @@ class RewardPool:
         functions: replaces those of its source (in evaluations); take_logged then omits their log_metric values.
 
         Raises:
-            UserError: a worker died and could not be restarted.
+            UserError: a worker died and could not be restarted, or a function of the training groups never works.
         """
         source = self._sources[prompt.source]
         names = source.rewards.functions if functions is None else list(functions)
@@ -143,8 +152,22 @@ class RewardPool:
             return [(None, {}) for _ in completions]
         logged = self._metrics if functions is None else defaultdict(list)
         columns = await asyncio.gather(*(self._run(name, prompt, completions, logged) for name in names))
+        if functions is None and len(names) > 1:  # without any reward, the source says so (flow/source_flow.py)
+            self._refuse_broken(names)
         weights = reward_weights(source)
         return [combined(dict(zip(names, row, strict=True)), weights) for row in zip(*columns, strict=True)]
+
+    def _refuse_broken(self, names: Sequence[str]) -> None:
+        """Count one more training group. Raises UserError for a function that has failed from the beginning on."""
+        for name in names:
+            if name in self._worked:
+                continue
+            self._failed_groups[name] += 1
+            if (count := self._failed_groups[name]) >= self._most_failed_groups:
+                raise UserError(
+                    f"reward function {name!r} has failed on every sample of its first {count} groups; "
+                    f"{self.last_failure} (logs/rewards.log): fix it, or take it out of rewards.functions"
+                )
 
     async def _run(
         self, name: str, prompt: Prompt, completions: Sequence[Trajectory], logged: dict[str, list[float]]
@@ -167,6 +190,7 @@ class RewardPool:
             for i, completion in enumerate(completions):
                 try:
                     await self._call(pool, name, prompt, [completion], limit)
+                    self._worked.add(name)
                     good.append(i)
                 except CallFailed as failure:
                     self._lost(name, failure, completion)
@@ -205,6 +229,8 @@ class RewardPool:
     def _accept(
         self, name: str, reply: RewardReply, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
+        if len(reply.invalid) < len(completions):
+            self._worked.add(name)
         for number, completion in enumerate(completions):
             if number in reply.invalid:
                 self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"), completion)

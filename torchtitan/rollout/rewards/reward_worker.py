@@ -1,8 +1,8 @@
 """A reward worker process, with messages as in workers/inside.py.
 
-The set-up has {"functions": [names], "side_by_side": boolean}. A call is {"function": name,
-"samples": {…}, "state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid": [indices],
-"extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
+The set-up has {"functions": [names], "side_by_side": boolean, "timeout_s": rewards.timeout_s}. A call is {"function":
+name, "samples": {…}, "state": {…}, "timeout_s": seconds}, and its reply is {"values": [number or null], "invalid":
+[indices], "extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
 
 With side_by_side, calls of async functions run concurrently, and this process enforces their time limits. Otherwise the
 worker has one call at a time and its parent enforces the time limit. The call then runs in the main thread, outside any
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
+from torchtitan.errors import UserError
 from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, is_built_in, load_reward
 from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
 
@@ -165,6 +166,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bool], dict[str, Any]]:
     functions = {name: load_reward(name) for name in setup["functions"]}
+    for name, function in functions.items():
+        own_limit = getattr(function, "timeout_s", None)
+        if isinstance(own_limit, int | float) and own_limit >= setup["timeout_s"]:
+            raise UserError(
+                f"reward function {name!r}: its timeout_s = {own_limit:g} must be less than rewards.timeout_s = "
+                f"{setup['timeout_s']:g}, which ends the call, so that a slow judgement would cost the whole group"
+            )
     if not CHECKS_MATHEMATICS.isdisjoint(functions):
         from torchtitan.rollout.rewards import mathematics
 
