@@ -35,7 +35,7 @@ from torchtitan.config.evaluations import EVAL_KEYS, eval_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import follow_commands
 from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, with_shipped
 from torchtitan.preflight.hub import download, hub_model
@@ -261,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     gone: list[str] = []
     folders: list[Path] = []
+    is_started = False
     try:
         jobs: dict[tuple[str, Path, bool], Evaluated] = {}
         for evaluated in [find(path, arguments.config) for path in arguments.paths]:
@@ -268,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             same.steps = sorted({*same.steps, *evaluated.steps})
         # All of them before the first one starts: a mistake must not cost an evaluation.
         configs = [configure(evaluated, options, arguments.set) for evaluated in jobs.values()]
+        is_started = True
         for evaluated, config in zip(jobs.values(), configs, strict=True):
             folder, figures, missed, code = evaluate(evaluated, config)
             rows += figures
@@ -288,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(*(folder / COMPLETIONS_FILE for folder in folders), sep="\n")
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return getattr(error, "exit_code", 1)
+        # Before the start it is a mistake in what was asked for, as a configuration has it.
+        return getattr(error, "exit_code", 1) if is_started else ConfigError.exit_code
     return 0
 
 

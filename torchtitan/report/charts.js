@@ -20,6 +20,11 @@ function number(value) {
   return Math.abs(value) < 1e-4 ? value.toExponential(1) : String(+value.toPrecision(3));
 }
 
+// A point in time as events and file names have it: 2026-11-29 23:31:25, in the reader's zone.
+function moment(seconds) {
+  return new Date(1000 * seconds).toLocaleString("sv");
+}
+
 function duration(seconds) {
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;

@@ -22,13 +22,14 @@ function draw(data) {
   byId("curves").hidden = !first.length;
   byId("more").hidden = !more.length;
   byId("nothing").hidden = data.plots.length > 0;
+  byId("nothing").textContent = data.outcome.kind === "open" ? "No step has been logged yet." : "No step was trained.";
   drawSamples(data);
   drawTable("actors", data.actors.head, data.actors.lines);
   drawTable("versions", data.versions.head, data.versions.lines);
   drawTable("evaluations", data.evaluations.head, data.evaluations.lines);
   byId("evaluations_note").textContent = data.evaluations.left_out > 0 ? `The first one, and the last ones; ${data.evaluations.left_out} between them are left out.` : "";
   drawTable("metrics", ["metric", "first", "last", "mean", "lowest", "highest"], data.metrics);
-  drawTable("events", ["time", "event", "details"], data.events.map(([time, ...rest]) => [new Date(1000 * time).toLocaleString(), ...rest]).reverse());
+  drawTable("events", ["time", "event", "details"], data.events.map(([time, ...rest]) => [moment(time), ...rest]).reverse());
   byId("timeline").hidden = !data.timeline;
   if (data.timeline) {
     byId("timeline_plot").replaceChildren(drawTimeline(data.timeline));
@@ -37,7 +38,7 @@ function draw(data) {
   }
   byId("configuration").hidden = !data.configuration;
   byId("configuration_text").textContent = data.configuration;
-  byId("made").textContent = [data.outcome.made, data.written && `written ${new Date(1000 * data.written).toLocaleString()}`].filter(text => text).join("; ");
+  byId("made").textContent = [data.outcome.made, data.written && `written ${moment(data.written)}`].filter(text => text).join("; ");
 }
 
 function drawTable(name, head, lines) {

@@ -27,9 +27,6 @@ from torchtitan.rollout.conversation.results import split_turns
 from torchtitan.rollout.conversation.template_checks import CALL_ID, TemplateChecks
 from torchtitan.rollout.conversation.token_bytes import TokenBytes
 
-# Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -70,6 +67,8 @@ class Tokenizer:
 
         Raises UserError if files are missing or broken, or if the template does not read such a variable.
         """
+        # Texts are encoded one by one; with threads of its own, the library would warn wherever a process is started.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
         if not path.is_file():
