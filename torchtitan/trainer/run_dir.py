@@ -28,7 +28,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml, table_types,
 from torchtitan.config.run_folders import LATEST, launch_link, resumed_folder
 from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.shape.exports import CHECKPOINTS, EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.rollout.data.prompts import FILE_ENDINGS
 from torchtitan.utils.child_process import LOSS_VARIABLE
@@ -96,7 +96,7 @@ def open_run_directory(config: JobConfig) -> Start:
             start = Start(str(_fresh(root, config.job.name).resolve()))
             _take(config, Path(start.run_dir))
     except OSError as error:
-        raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
+        raise ConfigError([f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}"]) from error
     return start
 
 
