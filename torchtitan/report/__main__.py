@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.report.live_server import serve_run
 from torchtitan.report.page import write_report
 from torchtitan.report.timeline import LAST_MINUTES, write_trace
@@ -40,9 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0:
         parser.error("--minutes must be greater than 0")
+    if not (arguments.run_dir / "config.toml").is_file():
+        folder = arguments.run_dir
+        missing = f"{folder} is not a run folder: there is no config.toml in it"
+        print(f"error: {missing if folder.is_dir() else f'there is no run folder {folder}'}", file=sys.stderr)
+        return ConfigError.exit_code
     try:
-        if arguments.run_dir.is_dir() and not (arguments.run_dir / "config.toml").is_file():
-            raise UserError(f"{arguments.run_dir} is not a run folder: there is no config.toml in it")
         if arguments.serve:
             serve_run(arguments.run_dir, arguments.port)
             return 0

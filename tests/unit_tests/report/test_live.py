@@ -163,7 +163,7 @@ def served(run_dir: Path) -> Iterator[str]:
 
 
 def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--serve", str(tmp_path / "none")]) == 1
+    assert main(["--serve", str(tmp_path / "none")]) == 2
     assert "there is no run folder" in capsys.readouterr().err
     (tmp_path / "config.toml").touch()
     assert main(["--serve", str(tmp_path), "--port", "65536"]) == 1

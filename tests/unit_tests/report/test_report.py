@@ -287,5 +287,5 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.split() == [f"{run_dir}/report.html", f"{run_dir}/trace.json"]
     assert not re.search(r"\| +(torch|matplotlib|jinja2)$", done.stderr, re.MULTILINE)
-    assert main(["no/such/run"]) == 1
+    assert main(["no/such/run"]) == 2
     assert "there is no run folder" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_the_same_moment_on_one_clock(tmp_path: Path) -> None:
 
 def test_a_window_of_the_end_and_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(tmp_path, steps=100)
-    assert main([str(run_dir)]) == 1 and "no config.toml" in capsys.readouterr().err
+    assert main([str(run_dir)]) == 2 and "no config.toml" in capsys.readouterr().err
     (run_dir / "config.toml").touch()
     timeline = read_timeline(run_dir)
     whole = chrome_trace(timeline)
@@ -110,7 +110,7 @@ def test_a_window_of_the_end_and_a_bound(tmp_path: Path, capsys: pytest.CaptureF
     few = chrome_trace(timeline, most_events=50)
     shown = [e for e in check_trace(json.dumps(few)) if e["ph"] == "X"]
     assert 30 <= len(shown) <= 50 + 2 * len(timeline.tracks)
-    assert main([str(tmp_path / "none")]) == 1 and "no run folder" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2 and "no run folder" in capsys.readouterr().err
 
 
 def test_little_or_nothing(tmp_path: Path) -> None:
