@@ -312,6 +312,23 @@ def test_what_workers_have_verified_counts_once_all_have_told_their_leader() -> 
     group.close()
 
 
+def test_what_a_worker_says_of_an_older_version_ends_no_pull() -> None:
+    job, group = serving()
+    begin = group.leader._begin
+
+    def and_then(serial: int, manifest: Manifest, peer: Message | None) -> None:
+        begin(serial, manifest, peer)
+        late = {"type": "ended", "version": manifest.version - 1, "outcome": "gone", "reason": "late"}
+        group.leader._on_worker_message(1, group.leader._workers[1], late)
+
+    group.leader._begin = and_then  # type: ignore[method-assign]
+    job.train(1)
+    group.run(3.0)
+    assert group.leader.serving is not None and group.leader.serving.version == 1
+    assert not any(event == "ended" and row["outcome"] == "gone" for _, event, row in job.journal)
+    group.close()
+
+
 def test_memory_that_a_worker_still_applies_from_is_not_overwritten() -> None:
     """Also where the other worker is lost and back meanwhile: the actor is whole again, but not idle."""
     job, group = serving()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import math
@@ -16,10 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
+from tests.deterministic.parts import whole_layout
 from torchtitan.distributed.boxes import Box
 from torchtitan.utils import columns
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.memory.manifest import Layout, LayoutError, check_coverage, merge_layouts
+from torchtitan.weight_sync.memory.manifest import (
+    ChecksumTable,
+    Layout,
+    LayoutError,
+    Manifest,
+    check_coverage,
+    merge_layouts,
+)
 from torchtitan.weight_sync.trainer.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
 
 # (mesh, placements, how the ranks cut a tensor, outermost cut first: (mesh dimension, tensor dimension))
@@ -266,3 +275,14 @@ def test_shards_that_do_not_make_up_a_parameter_are_refused(message: str, shape:
     shards = [[(0, Box(*box)) for box in boxes] for boxes in ranks]
     with pytest.raises(LayoutError, match=message):
         check_coverage(layout_of([ParameterEntry("w", "float32", shape)], shards))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout_id", "fits"), [(2, "", True), (1, "", False), (3, "", False), (2, "x", False)]
+)
+def test_manifest_fits_the_layout_with_as_many_ranks(ranks: int, layout_id: str, fits: bool) -> None:
+    layout = whole_layout(2, 3)
+    tables = [ChecksumTable.of([bytes(16).hex()] * 3).digest()] * ranks
+    manifest = Manifest.of("e", 1, layout_id or layout.layout_id(), tables)
+    with contextlib.nullcontext() if (ranks, layout_id) == (2, "") else pytest.raises(LayoutError):
+        manifest.check_fits(layout, layout.layout_id())
