@@ -86,14 +86,17 @@ class HubFolders:
         self._has_names = False
         self._recorded = _recorded_commits(config)
 
-    def find(self, key: str, path: str) -> str:
+    def find(self, key: str, path: str, asks: bool = True) -> str:
         """Return the folder of the model if `path`, the value of `key`, names one of the Hub, else `path`. A run that
-        goes on uses the revision that it began with. What fails becomes one of the problems."""
+        goes on uses the revision that it began with. What fails becomes one of the problems. asks: if not, only the
+        cache is looked at, and a model that it does not hold is no problem."""
         model = hub_model(path)
         if model is None:
             return path
         if model.revision == MAIN and model.name in self._recorded:
             model = replace(model, revision=self._recorded[model.name])
+        if not asks:
+            return str(_cached(model, weights=False) or path)
         self._has_names = True
         try:
             return str(download(model, weights=False))

@@ -114,7 +114,9 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config, problems = draft.build()
     config.inference.servers = expand_servers(config.inference.servers)
     hub = HubFolders(config)
-    config.model.hf_assets_path = newest_export(hub.find(MODEL, config.model.hf_assets_path))
+    # A plan takes the shape from the flavor, without a network.
+    path = config.model.hf_assets_path
+    config.model.hf_assets_path = newest_export(hub.find(MODEL, path, asks=not (planning and config.model.flavor)))
     config.distill.teacher = newest_export(hub.find(TEACHER, config.distill.teacher))
     for source in config.source:
         if TEACHER in source.values:

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -41,6 +40,8 @@ def test_shipped_configurations_for_gpus_are_planned_without_their_files(
     write_config()
     monkeypatch.setenv("WORLD_SIZE", str(FOR_GPUS[name]))
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "empty")
     device_bytes = (24 if name == "qwen3_0.6b_1gpu" else 80) * 2**30
     monkeypatch.setattr(plan, "device_bytes_of_driver", lambda: device_bytes)
     file = ROOT / "train_configs" / f"{name}.toml"
@@ -60,13 +61,11 @@ def test_commands_in_the_headers_of_configurations_for_gpus_exist(name: str) -> 
     text = (ROOT / "train_configs" / f"{name}.toml").read_text(encoding="utf-8")
     header = text[: text.index("[job]")]
     scripts = set(re.findall(r"\S*?((?:scripts/|\./)\w+\.(?:sh|slurm))", header))
-    assert {"scripts/setup_env.sh", "./run_grpo.sh"} <= scripts and all((ROOT / one).is_file() for one in scripts)
+    assert scripts and all((ROOT / one).is_file() for one in scripts)
     assert re.findall(r"CONFIG_FILE=(\S+)", header) == [f"train_configs/{name}.toml"]
-    # The extra data brings datasets, and with it the program hf.
-    assert "scripts/setup_env.sh data &&" in header and "EXTRAS=data" in header
-    (repository, folder) = re.findall(r"\.venv/bin/hf download (\S+) --local-dir (\S+)", header)[0]
-    assert f'hf_assets_path = "./{folder}"' in text and repository.endswith(Path(folder).name)
-    assert "hf" in {script.name for script in entry_points(group="console_scripts")}
+    # The extra data brings datasets; the model is one of the Hub.
+    assert "EXTRAS=data" in header
+    assert re.search(r'^hf_assets_path = "[\w-]+/[\w.-]+"$', text, re.MULTILINE)
     engine = re.findall(r"scripts/install_engine\.sh (\w+)", header)
     (backend,) = re.findall(r'^backend = "(\w+)"$', text, re.MULTILINE)
     assert engine == ["vllm" if backend == "colocated" else backend]
