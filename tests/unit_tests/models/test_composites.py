@@ -33,6 +33,8 @@ LENGTHS = [37, 5, 60]
 TOKENS = torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
 # The layers of these are transformers' own.
 FOREIGN = ("gemma4",)
+# Those of transformers mix the sequences of a pack.
+NATIVE = ("qwen3_5", "qwen3_5_moe")
 TP = {"parallelism.tensor_parallel_degree": 2}
 
 
@@ -82,11 +84,17 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")  # two may add up in another order where a weight lies elsewhere in memory
+@pytest.mark.parametrize("implementation", ["auto", pytest.param("transformers", marks=pytest.mark.exhaustive)])
 def test_text_of_a_composite_gives_log_probs_gradients_and_exports_as_transformers(
-    composite: Path, tmp_path: Path
+    composite: Path, implementation: str, tmp_path: Path
 ) -> None:
-    policy = build_policy(_config(composite), ParallelDims(1, 1, 1, 1))
-    assert isinstance(policy.args, ForeignArgs) == (composite.name in FOREIGN)
+    config = _config(composite, {"model.implementation": implementation})
+    if implementation == "transformers" and composite.name in NATIVE:
+        with pytest.raises(UserError, match="linear_attention in config.json"):
+            build_policy(config, ParallelDims(1, 1, 1, 1))
+        return
+    policy = build_policy(config, ParallelDims(1, 1, 1, 1))
+    assert isinstance(policy.args, ForeignArgs) == (composite.name in FOREIGN or implementation == "transformers")
     found, _ = policy(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(TOKENS)
     (found * weights).sum().backward()

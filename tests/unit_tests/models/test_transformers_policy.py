@@ -189,15 +189,15 @@ def test_layers_that_the_file_does_not_name_are_refused_by_name(tmp_path: Path) 
     config = json.loads((tmp_path / "config.json").read_text())
     del config["layer_types"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"full_attn_idxs": [0]}))
-    with pytest.raises(UserError, match="conv in config.json: not trained here"):
+    with pytest.raises(UserError, match="conv in config.json: not trained with"):
         load_foreign(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layer_types": ["linear_attention"] * 3}, "linear_attention in config.json: not trained here"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic in config.json: not trained here"),
+        ({"layer_types": ["linear_attention"] * 3}, "linear_attention in config.json: not trained with"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic in config.json: not trained with"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json"),
         ({"hidden_size": None}, "lacks hidden_size: no decoder of text alone"),
         ({"model_type": "no_such_model"}, "cannot make a model of its config.json"),

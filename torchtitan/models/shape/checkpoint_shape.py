@@ -263,7 +263,9 @@ def check_layers(config: dict[str, Any]) -> None:
     if config.get("quantization_config"):
         strange.append("quantization_config")
     if strange:
-        raise UserError(f"{', '.join(strange)} in config.json: not trained here, whatever computes it")
+        raise UserError(
+            f"{', '.join(strange)} in config.json: not trained with transformers' layers (model.implementation)"
+        )
 
 
 def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
