@@ -12,7 +12,6 @@ from torchtitan.config.source_configs import source_configs
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import pointer_problem, tensor_files
-from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.preflight.check import Check
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import refuse_unread_calls
@@ -132,19 +131,6 @@ def unusual_tokens(config: JobConfig) -> str:
             f"{vocabulary}: rows with others are refused"
         )
     return ""
-
-
-def untrained_parts(config: JobConfig) -> str:
-    """Return what to say of heads of multi-token prediction, which are not trained; empty for a checkpoint without."""
-    directory = Path(config.model.hf_assets_path)
-    if not config.model.hf_assets_path or not any(directory.glob("*.safetensors")):
-        return ""
-    if not any(map(read_shape(config).is_prediction_layer, tensor_files(directory))):
-        return ""
-    return (
-        f"the heads of multi-token prediction in {directory} are not trained: exports keep them as they are, and they "
-        "fit the policy less with every step, so that an engine that drafts with them accepts fewer tokens"
-    )
 
 
 def _ends(config: JobConfig, tokenizer: Tokenizer) -> list[int]:

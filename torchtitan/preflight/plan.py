@@ -21,7 +21,8 @@ from torchtitan.models.shape.costs import (
     version_bytes,
 )
 from torchtitan.models.shape.model_args import ModelArgs
-from torchtitan.preflight.checkpoint import untrained_parts, unusual_tokens
+from torchtitan.models.shape.untrained_files import prediction_heads
+from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.gpu_memory import tight_gpu
 from torchtitan.preflight.hub import lacking_weights
 from torchtitan.preflight.inference import engine_python
@@ -58,7 +59,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         tight_gpu(config, ranks),
         few_descriptors(config),
         unusual_tokens(config),
-        untrained_parts(config),
+        prediction_heads(config),
     )
     lines = [
         *(f"WARNING: {warning}" for warning in warnings if warning),

@@ -35,7 +35,7 @@ from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
 from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
-from torchtitan.preflight.checkpoint import check_checkpoint, untrained_parts, unusual_tokens
+from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
 from torchtitan.preflight.gpu_memory import tight_gpu
 from torchtitan.preflight.hub import HubFolders
 from torchtitan.preflight.inference import check_inference, check_weight_sync
@@ -152,7 +152,6 @@ def ready(draft: Draft) -> JobConfig:
             ("warning", tight_gpu(config, world_size())),
             ("warning", few_descriptors(config)),
             ("warning", unusual_tokens(config)),
-            ("warning", untrained_parts(config)),
         ):
             if text:
                 print(f"{kind}: {text}", file=sys.stderr, flush=True)

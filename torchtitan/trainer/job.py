@@ -39,6 +39,7 @@ from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.inference.pool.weight_probe import sampled_behind
 from torchtitan.models.layers.batch_invariance import size_message
 from torchtitan.models.shape.exports import CHECKPOINTS
+from torchtitan.models.shape.untrained_files import prediction_heads
 from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import set_up_logging
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
@@ -129,6 +130,8 @@ class TrainingJob:
         self._events = events
         facts: dict[str, Any] = {"version": self.version, "ranks": device.world_size(), **provenance()}
         events.write("run_started", **facts)
+        if meaning := prediction_heads(self.config):
+            events.write("prediction_heads_kept", level=logging.WARNING, meaning=meaning)
 
     @property
     def exit_code(self) -> int:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.checkpoint_files import tensor_files
 from torchtitan.models.shape.checkpoint_shape import FLAVORS, ForeignArgs, model_facts, read_args
 from torchtitan.models.shape.composite import text_config
-from torchtitan.preflight.checkpoint import untrained_parts
+from torchtitan.models.shape.untrained_files import prediction_heads
+from torchtitan.trainer.job import TrainingJob
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 LENGTHS = [37, 5, 60]
 TOKENS = torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
@@ -390,8 +393,15 @@ def test_config_of_a_published_composite_is_read_as_transformers_reads_it(family
 
 def test_a_run_with_prediction_heads_says_that_they_grow_stale(tmp_path: Path) -> None:
     directory = make_composite(tmp_path / "with", "qwen3_5")
-    assert f"prediction in {directory} are not trained: exports keep them" in untrained_parts(_config(directory))
-    assert not untrained_parts(_config(make_composite(tmp_path / "without", "qwen3_vl")))
+    without = make_composite(tmp_path / "without", "qwen3_vl")
+    for folder, kinds in ((directory, ["run_started", "prediction_heads_kept"]), (without, ["run_started"])):
+        run = SimpleNamespace(config=_config(folder), version=0)
+        # The report shows the events of a run.
+        TrainingJob._record_start(run, EventLog(folder / "events.jsonl"))  # type: ignore[arg-type]
+        events = read_json_lines(folder / "events.jsonl")
+        assert [event["kind"] for event in events] == kinds
+    told = read_json_lines(directory / "events.jsonl")[-1]["meaning"]
+    assert f"prediction in {directory} are not trained: exports keep them" in told
 
 
 def test_a_flavor_with_a_composite_is_read_warned_of_and_exported_as_its_files_say(
@@ -402,7 +412,7 @@ def test_a_flavor_with_a_composite_is_read_warned_of_and_exported_as_its_files_s
     public = replace(args, composite=None, source="", rms_norm_eps=0.5)
     monkeypatch.setitem(FLAVORS["qwen3_5_text"], "tiny", public)
     config = _config(directory, {"model.name": "qwen3_5_text", "model.flavor": "tiny"})
-    assert "prediction" in untrained_parts(config)
+    assert "prediction" in prediction_heads(config)
     policy = build_policy(config, ParallelDims(1, 1, 1, 1))
     assert policy.args == args
     export_policy(policy, tmp_path / "export", assets_from=directory, dtype=checkpoint_dtype(policy))

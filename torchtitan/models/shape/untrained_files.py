@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import tensor_files
+from torchtitan.models.shape.checkpoint_shape import read_shape
 
 # Bytes that are copied at a time.
 PIECE = 16 << 20
@@ -30,6 +32,20 @@ class UntrainedFile:
     whole: bool
     """The file holds nothing else"""
     data_bytes: int
+
+
+def prediction_heads(config: JobConfig) -> str:
+    """Return what to say of heads of multi-token prediction, which are not trained; empty for a checkpoint without.
+    Raises UserError."""
+    directory = Path(config.model.hf_assets_path)
+    if not config.model.hf_assets_path or not any(directory.glob("*.safetensors")):
+        return ""
+    if not any(map(read_shape(config).is_prediction_layer, tensor_files(directory))):
+        return ""
+    return (
+        f"the heads of multi-token prediction in {directory} are not trained: exports keep them as they are, and they "
+        "fit the policy less with every step, so that an engine that drafts with them accepts fewer tokens"
+    )
 
 
 def find_untrained(directory: Path, is_untrained: Callable[[str], bool]) -> list[UntrainedFile]:
