@@ -113,7 +113,7 @@ def test_text_of_a_composite_gives_log_probs_gradients_and_exports_as_transforme
     )
     for name, parameter in policy.named_parameters():
         by, wanted = _gradient_of(gradients, name), _gradient_of(precise, name)
-        rounding = 2 * (by - wanted).abs().max().item()
+        rounding = 3 * (by - wanted).abs().max().item()
         assert (parameter.grad - wanted).abs().max() <= max(1e-5 * max(1.0, wanted.abs().max().item()), rounding), name
 
     with torch.no_grad():
