@@ -41,6 +41,7 @@ KEYS = {
     "agents": {"prefill_saved", "gateway_overhead"},
     "engine_log_probs": {"share_equal", "share_equal_packs"},
     "learning": {"sft_loss", "grpo_gain"},
+    "self_distillation": {"won_grpo", "won_ema"},
     "optimizer_step": {"muon_vs_adamw", "muon_vs_adamw_step", "muon_two_ranks"},
     "foreign_answers": {"hold_ms", "wait_more_ms"},
     "packing": {"fill", "fill_merged", "speedup_merged", "speedup_few_groups"},
@@ -54,7 +55,7 @@ SHARES = {
     "published_share_async",
 }
 # In two steps nothing is.
-LEARNT = {"grpo_gain"}
+LEARNT = {"grpo_gain", "won_grpo", "won_ema"}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
