@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import Run, run_job
 from torchtitan.preflight.validate import Config, draft_of, ready
@@ -288,6 +289,7 @@ def train(
             f"model: a {type(model).__name__} in memory cannot be trained, because engines and checkpoints read files: "
             "save it and its tokenizer with save_pretrained(FOLDER), and give the folder"
         )
+    _refuse_wrong_kinds(config, overrides, rewards, dataset)
     is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
     draft = draft_of({} if is_model else config, {**(overrides or {}), **tables})
     if model is not None or is_model:
@@ -325,6 +327,19 @@ def train(
         stopped.run = run  # type: ignore[union-attr]
         raise stopped
     return run
+
+
+def _refuse_wrong_kinds(config: Any, overrides: Any, rewards: Any, dataset: Any) -> None:
+    """Raise UserError for an argument of train() that is of none of its types."""
+    functions = (str, Callable, Iterable)
+    for name, value, kinds, meaning in (
+        ("config", config, (str, os.PathLike, Mapping, JobConfig), "a TOML file, a dict of tables or a JobConfig"),
+        ("overrides", overrides, (Mapping,), 'a dict, such as {"training.steps": 3}'),
+        ("rewards", rewards, functions, "a name, a function, or a list of these"),
+        ("dataset", dataset, functions, "a name, rows, or a function that returns them"),
+    ):
+        if value is not None and not isinstance(value, kinds):
+            raise UserError(f"{name}: must be {meaning}, found {type(value).__name__}")
 
 
 @contextlib.contextmanager

@@ -86,6 +86,20 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
         assert right == 1.0 and wrong is not None and wrong < 0.1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"config": 3}, "config: must be a TOML file, a dict of tables or a JobConfig, found int"),
+        ({"overrides": ["training.steps"]}, "overrides: must be a dict, .* found list"),
+        ({"rewards": 1.0}, "rewards: must be a name, a function, or a list of these, found float"),
+        ({"dataset": 3}, "dataset: must be a name, rows, or a function that returns them, found int"),
+    ],
+)
+def test_an_argument_of_no_possible_type_is_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        train(**arguments)
+
+
 def test_a_model_in_memory_is_refused_with_what_to_do() -> None:
     with pytest.raises(UserError, match=r"a LoadedModel in memory cannot be trained, .* save_pretrained\(FOLDER\)"):
         train("debug_cpu", model=type("LoadedModel", (), {})())

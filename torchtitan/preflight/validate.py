@@ -44,6 +44,7 @@ from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.preflight.sources import check_sources
 from torchtitan.rollout.conversation.tool_formats.registry import AUTO, FORMATS
 from torchtitan.rollout.data.own_code import (
+    columns_for_rewards,
     environment_call_problem,
     function_problem,
     reward_call_problem,
@@ -320,6 +321,12 @@ def _check_rollout(check: Check) -> None:
     config, rollout, evaluation = check.config, check.config.rollout, check.config.eval
     if not rollout.replay:
         _check_dataset(check, "rollout.dataset", rollout.dataset)
+        columns = peek_columns(rollout.dataset)
+        without = columns is not None and rollout.prompt_column not in columns
+        there = ", ".join(sorted(columns or ()))
+        check.refuse(
+            "rollout.prompt_column", without, f"{rollout.dataset} has no such column; there are {there or 'none'}"
+        )
     if evaluation.dataset:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"
@@ -398,7 +405,8 @@ def _check_rewards(check: Check) -> None:
 def _columns(check: Check, dataset: str) -> set[str] | None:
     """The columns that functions get of a dataset, where they can be told without loading it."""
     refused = {"rollout.dataset", "rollout.prompt_column", "rewards.answer_column"} & check.wrong
-    return None if refused or check.config.rollout.replay else peek_columns(check.config, dataset)
+    columns = None if refused or check.config.rollout.replay else peek_columns(dataset)
+    return columns and columns_for_rewards(check.config, columns)
 
 
 def _check_isolation(check: Check, name: str, sandbox: Sandbox) -> None:

@@ -102,7 +102,8 @@ oops | 'oops' does not belong to any
 --environment.verifiers.runtime.type vm | environment.verifiers.runtime | subprocess
 --environment.verifiers.id x --environment.verifiers.runtime.type docker | environment.sandbox.isolate | must be false
 --rewards.sandbox.variables NO_SUCH_VARIABLE | rewards.sandbox.variables | no environment variable NO_SUCH_VARIABLE
---environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
+--environment.agent tests.agent_examples:play \
+    --environment.tools torchtitan.rollout.environments.builtin_environments:add \
     | environment.agent | cannot be combined with
 --eval.reward_function acc | eval.reward_function | "acc"
 --rollout.max_staleness 9 | rollout.max_staleness = 9 | 0 to 8
@@ -503,7 +504,7 @@ else:
         ("awn.rewards:quick", "module awn.rewards is not on the Python path"),
         ("name.space.rewards:quick", None),
         ("name.space:quick", "is a folder"),
-        ("json:loads", None),
+        ("json:loads", "no row of the dataset has a column 's'"),
         ("math:sqrt", None),
     ],
 )

@@ -6,21 +6,19 @@ import itertools
 import json
 from pathlib import Path
 
-from torchtitan.config.job_config import JobConfig
-from torchtitan.rollout.data.own_code import columns_for_rewards
 from torchtitan.rollout.data.prompts import BUILT_IN
 
 # Lines of a file that are looked at; it may have gigabytes.
 LINES = 1000
 
 
-def peek_columns(config: JobConfig, dataset: str) -> set[str] | None:
-    """Return the columns that reward functions get of a dataset, without the prompt; None where only loading it would
-    tell: it is no built-in task and no .jsonl file, or this file's beginning is malformed."""
+def peek_columns(dataset: str) -> set[str] | None:
+    """Return the columns of a dataset; None where only loading it would tell: it is no built-in task and no .jsonl
+    file, or this file's beginning is malformed."""
     found: set[str] = set()
     if dataset in BUILT_IN:
         found.update(*itertools.islice(BUILT_IN[dataset](), LINES))
-    elif dataset.endswith(".jsonl"):
+    elif dataset.endswith(".jsonl") and Path(dataset).is_file():  # no pipe, which would wait for a writer
         try:
             with Path(dataset).open("rb") as file:
                 for line in itertools.islice(file, LINES):
@@ -28,4 +26,4 @@ def peek_columns(config: JobConfig, dataset: str) -> set[str] | None:
                         found.update(json.loads(line))
         except (OSError, ValueError, RecursionError, TypeError):
             return None
-    return columns_for_rewards(config, found) if found else None
+    return found or None
