@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import gc
+import json
+import os
 import socket
 import threading
 import time
@@ -62,6 +64,23 @@ def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
     runtime.stop()
     thread.join(PATIENCE_S)
     assert len(reasons) == 1 and "reset" in reasons[0]
+
+
+def test_payload_beyond_what_a_socket_takes_at_once_arrives_whole_and_is_counted() -> None:
+    runtime, (server, client) = SocketRuntime(), socket.socketpair()
+    data, sent, channels = os.urandom(5 << 20), threading.Event(), list[sockets.SocketChannel]()
+
+    def begin() -> None:
+        channels.append(sockets.SocketChannel(runtime.loop, server))
+        channels[0].send({"type": "bucket", "pull": 1, "rank": 0, "bucket": 0}, memoryview(data), sent.set)
+
+    runtime.start("server", begin)
+    client.settimeout(PATIENCE_S)
+    with client, client.makefile("rb") as file:
+        (length,) = wire.LENGTH.unpack(file.read(wire.LENGTH.size))
+        assert json.loads(file.read(length))["bytes"] == len(data) and file.read(len(data)) == data
+        assert sent.wait(PATIENCE_S) and channels[0].moved == len(data)
+    assert runtime.end(PATIENCE_S) and not runtime.failure
 
 
 @pytest.mark.parametrize("size", [-1, 1.0, True, "8"])
