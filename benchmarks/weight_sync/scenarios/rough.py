@@ -91,15 +91,16 @@ class Faults:
             if struck_at < step < self._options.steps - 2 and time.monotonic() > due:
                 struck_at, due = step, time.monotonic() + self._random.uniform(*PAUSE_SECONDS)
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    self._strike()
+                    self._strike(run)
                 if self._fleet is not None:
                     self._fleet.move()
             time.sleep(0.3)
 
-    def _strike(self) -> None:
+    def _strike(self, run: subprocess.Popen[bytes]) -> None:
         kind = self._random.choice(self._options.kinds.split(","))
-        of_benchmark = psutil.Process().children(recursive=True)
-        found = [process for process in of_benchmark if _is_of(process, KINDS[kind])]
+        # Actors that come and go are not of the run, and are killed by who has them come.
+        of_run = psutil.Process(None if kind == "store" else run.pid).children(recursive=True)
+        found = [process for process in of_run if _is_of(process, KINDS[kind])]
         if not found:
             return
         process = self._random.choice(found)
