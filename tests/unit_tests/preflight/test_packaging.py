@@ -17,18 +17,23 @@ from torchtitan.models.shape.exports import SHIPPED, SHIPPED_FOLDER
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def build_wheel(folder: Path) -> Path:
-    """The package's wheel, in this folder. From a copy: a build leaves folders behind."""
+def copy_checkout(folder: Path) -> Path:
+    """What a build reads, copied into this folder: a build leaves folders behind."""
     checkout = folder / "checkout"
     shutil.copytree(
         ROOT / "torchtitan", checkout / "torchtitan", symlinks=True, ignore=shutil.ignore_patterns("__py*__")
     )
     shutil.copytree(ROOT / "train_configs", checkout / "train_configs")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
+    return checkout
+
+
+def build_wheel(folder: Path) -> Path:
+    """The package's wheel, in this folder."""
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
     build = [sys.executable, "-c", code]
-    subprocess.run(build, cwd=checkout, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    subprocess.run(build, cwd=copy_checkout(folder), capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     (wheel,) = folder.glob("torchtitan_grpo-*.whl")
     return wheel
 
@@ -48,6 +53,27 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     assert {f"torchtitan/assets/{name}/model.safetensors" for name in SHIPPED} <= assets
     assert len(engines) >= 4 and packed == modules | configs | page | engines | assets
     assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
+
+
+@pytest.mark.exhaustive
+def test_a_release_is_built_by_way_of_its_sources_and_twine_finds_no_fault_with_it(tmp_path: Path) -> None:
+    for tool in ("build", "twine"):
+        pytest.importorskip(tool, reason=f"{tool} is not installed: pip install -e .[dev]")
+
+    def run(*words: str | Path) -> str:
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    direct = build_wheel(tmp_path)
+    # Makes the archive of sources, and the wheel from that; what they need is in this environment.
+    run("build", "--no-isolation", "--outdir", tmp_path / "dist", tmp_path / "checkout")
+    files = sorted((tmp_path / "dist").iterdir())
+    assert [file.suffix for file in files] == [".whl", ".gz"]
+    assert run("twine", "check", "--strict", *files).count("PASSED") == 2
+    with ZipFile(direct) as expected, ZipFile(files[0]) as found:
+        assert sorted(found.namelist()) == sorted(expected.namelist())
 
 
 @pytest.mark.parametrize("module", ["grpo_train", "preflight", "report", "utils.launch"])
