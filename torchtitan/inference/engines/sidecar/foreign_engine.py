@@ -368,7 +368,12 @@ SEVERAL_ENGINES = (
 STAGES = (
     "a version is loaded by the workers of one tensor-parallel group: use tensor_parallel_size of the engine's table"
 )
-SPECULATION = "log-probs of tokens that a draft has proposed are not those that the policy samples with"
+# In vLLM 0.32's CPU build, rejection_sampler.expand_batch_to_tokens writes the temperatures of drafted tokens to a copy
+# that it drops, and their logits are divided by uninitialised memory. With Triton it is right, by reading.
+SPECULATION = (
+    "log-probs of tokens that a draft has proposed are not known to be those that the policy samples with: vLLM's CPU "
+    "build computes them from uninitialised memory, and no GPU has been there to compare them with the trainer's"
+)
 IN_A_FILE = "options in a file are not looked at before the engine has started: give them one by one"
 BY_PORT = "the agent and the run reach the engine's server by HTTP at a free port of the loopback"
 
