@@ -1,4 +1,4 @@
-"""Runs that train the text model of a composite checkpoint, with a vLLM server that starts from the same folder."""
+"""Runs that train the text model of a composite checkpoint, with a server that starts from the same folder."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def flatten(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def name_as_published(model: Path) -> None:
+    """Give Gemma 3's vision tower the names that its files have at the Hub; transformers 5 writes others."""
+    tensors = load_file(model / "model.safetensors")
+    published = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("vision_tower.head.")
+    }
+    save_file(published, model / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.usefixtures("vllm_python")
 @pytest.mark.parametrize(
     ("family", "shape", "rank"),
@@ -40,16 +51,30 @@ def flatten(model: Path) -> None:
 def test_vllm_serves_the_text_of_a_composite_as_it_is_trained(
     family: str, shape: dict[str, Any], rank: int, processes: Processes, tmp_path: Path
 ) -> None:
+    check_run("vllm", make_composite(tmp_path / "model", family, **SHAPE, **shape), rank, processes)
+
+
+@pytest.mark.usefixtures("sglang_python")
+@pytest.mark.parametrize(("family", "shape"), [("gemma3", {}), ("qwen3_vl", INTERLEAVED)], ids=["gemma3", "qwen3_vl"])
+def test_sglang_serves_the_text_of_a_composite_as_it_is_trained(
+    family: str, shape: dict[str, Any], processes: Processes, tmp_path: Path
+) -> None:
     model = make_composite(tmp_path / "model", family, **SHAPE, **shape)
+    name_as_published(model)
+    check_run("sglang", model, 0, processes)
+
+
+def check_run(engine: str, model: Path, rank: int, processes: Processes) -> None:
+    """Train ten versions of it, and hold what the engine samples and answers to probes against the trainer."""
     flatten(model)
     write_tokenizer(model)
     run = Run(
-        processes, "debug_cpu_vllm", model, tmp_path,
+        processes, f"debug_cpu_{engine}", model, model.parent,
         "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.enable", "false",
         "--inference.max_sequences", "64", "--grpo.async_weight_update", "false",
         "--weight_sync.verify", "probe", "--weight_sync.probe_tolerance", "1e-4",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
-        "--lora.rank", str(rank),
+        "--lora.rank", str(rank), "--inference.health_timeout_s", "60",
     )  # fmt: skip
     run.end()
     steps = run.steps()

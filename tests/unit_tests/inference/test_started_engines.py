@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ import pytest
 from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.inference.json_server import Answer, serving
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.engines.options import read_options
+from torchtitan.inference.engines.options import merge_objects, read_options
 from torchtitan.inference.engines.sglang.engine import SGLang
 from torchtitan.inference.engines.sidecar.foreign_engine import EngineOptions, ForeignEngine
 from torchtitan.inference.engines.sidecar.server import UnusableEngine, until_described
-from torchtitan.inference.engines.vllm.engine import VLLM, VLLMControl, merge_overrides
+from torchtitan.inference.engines.vllm.engine import VLLM, VLLMControl
 from torchtitan.inference.pool import actor_process
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.utils.child_process import ChildProcess
@@ -142,13 +143,17 @@ def test_options_of_one_engine_are_allowed() -> None:
     assert "num_actors" in SGLang().wrong_options(["--dp-size", "2"])[0]
 
 
-def test_vllm_loads_of_a_composite_only_the_text_model(tmp_path: Path) -> None:
+def test_an_engine_serves_of_a_composite_only_the_text_model(tmp_path: Path) -> None:
     for name, config in {"text": {}, "composite": {"text_config": {}}}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "gemma3", **config}))
         options = EngineOptions("actor", str(tmp_path / name), "", "agent", Path("port"), "TOKEN", 0)
         arguments, _ = VLLM().server(options)
         assert ("--language-model-only" in arguments) == (name == "composite")
+        arguments, _ = SGLang().server(options)
+        assert ('{"language_model_only": true}' in arguments) == (name == "composite")
+        passed = SGLang().passed(replace(options, arguments=("--json-model-override-args", '{"rope_theta": 5}')))
+        assert ("language_model_only" in passed[-1]) == (name == "composite") and '"rope_theta": 5' in passed[-1]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +167,7 @@ def test_vllm_loads_of_a_composite_only_the_text_model(tmp_path: Path) -> None:
     ],
 )
 def test_overrides_of_a_user_are_merged_with_ours(words: list[str], merged: dict[str, object] | None) -> None:
-    found = merge_overrides([*words, "--enforce-eager"], {"head_dtype": "float32"})
+    found = merge_objects([*words, "--enforce-eager"], "hf-overrides", {"head_dtype": "float32"})
     if merged is None:
         assert found == [*words, "--enforce-eager"]
     else:

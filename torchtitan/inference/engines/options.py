@@ -92,3 +92,37 @@ def _read_option(words: tuple[str, ...]) -> Option:
     if equals:
         value = behind
     return Option(f"{head.replace('_', '-')}{dot}{tail}", value, words)
+
+
+def merge_objects(words: Sequence[str], name: str, ours: Mapping[str, Any]) -> list[str]:
+    """Return a user's command line with our keys in the JSON object of the option `name`, of which an engine takes one.
+    Of a key that is in both the user's value counts. What is no object stays as it is, for the engine to refuse."""
+    options = read_options(words)
+    given = [option for option in options if option.name.partition(".")[0] == name]
+    overrides = dict(ours)
+    for option in given:
+        key = option.name.partition(".")[2]
+        try:
+            value = json.loads(option.value or "")
+        except ValueError:
+            value = option.value
+        if not key and not isinstance(value, dict):
+            return [*words]
+        _override(overrides, key.split(".") if key else [], value)
+    if not given:
+        return [*words]
+    rest = [word for option in options if option not in given for word in option.words]
+    return [*rest, f"--{name}", json.dumps(overrides)]
+
+
+def _override(overrides: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set what lies at a path of keys, of which none means all."""
+    if not path:
+        overrides.update(value)
+        return
+    *folders, last = path
+    for folder in folders:
+        inner = overrides.get(folder)
+        overrides[folder] = dict(inner) if isinstance(inner, dict) else {}
+        overrides = overrides[folder]
+    overrides[last] = value

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from torchtitan.inference.actor_client import Facts, read_routes
+from torchtitan.inference.engines.options import merge_objects
 from torchtitan.inference.engines.sglang.serve import FIXED_VARIABLES
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
@@ -51,6 +52,7 @@ from torchtitan.inference.types import (
     VersionSpan,
     stream_seed,
 )
+from torchtitan.models.shape.composite import is_composite
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 from torchtitan.utils.typed_json import Natural, decode
 
@@ -72,6 +74,14 @@ CPU_ARGUMENTS = (
     # Its schedulers would spin on the cores that the trainer computes with.
     "--sleep-on-idle",
 )  # fmt: skip
+# Keys of config.json, for a composite checkpoint: the server wants no processor of images, and several families leave
+# the vision tower out.
+OVERRIDES = "json-model-override-args"
+TEXT_ONLY = {"language_model_only": True}
+# SGLang takes no input that comes this near to its context length, and samples up to two tokens less than fit.
+UNUSED_TOKENS = 6
+# The context length may therefore pass what the model has positions for; no sequence does (preflight looks).
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # What SGLang takes for "all tokens".
 ALL_TOKENS = -1
 MAX_SEED = 2**31 - 1
@@ -252,7 +262,7 @@ class SGLang(ForeignEngine):
             "--model-path", options.model,
             "--dtype", options.dtype,
             "--tp-size", str(options.tensor_parallel_size),
-            "--context-length", str(options.max_length),
+            "--context-length", str(options.max_length + UNUSED_TOKENS),
             "--max-running-requests", str(options.max_sequences),
             "--skip-tokenizer-init",
             "--skip-server-warmup",
@@ -270,12 +280,14 @@ class SGLang(ForeignEngine):
         if on_cpu:
             arguments += CPU_ARGUMENTS
             # It sizes the cache by what is free on the machine, which others use too.
-            arguments += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
+            arguments += ["--max-total-tokens", str(options.max_sequences * (options.max_length + UNUSED_TOKENS))]
         elif options.in_flight_kv == "keep":
             arguments.append(NO_OVERLAP)  # see SGLangControl
         if not on_cpu and options.dtype != "float32":
             arguments.append(EXACT_HEAD)
-        environment = {"HF_HUB_OFFLINE": "1", **FIXED_VARIABLES}
+        if is_composite(options.model):
+            arguments += [f"--{OVERRIDES}", json.dumps(TEXT_ONLY)]
+        environment = {"HF_HUB_OFFLINE": "1", LONGER: "1", **FIXED_VARIABLES}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
@@ -287,6 +299,11 @@ class SGLang(ForeignEngine):
                 own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
         return arguments, environment
+
+    def passed(self, options: EngineOptions) -> list[str]:
+        if is_composite(options.model):
+            return merge_objects(options.arguments, OVERRIDES, TEXT_ONLY)
+        return [*options.arguments]
 
     def generate(self, request: GenerateRequest) -> EngineCall:
         """One call: the same prompt n times, each with a seed of its own."""

@@ -8,14 +8,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from torchtitan.inference.actor_client import Facts, RequestRefused, read_routes
-from torchtitan.inference.engines.options import read_options
+from torchtitan.inference.engines.options import merge_objects
 from torchtitan.inference.engines.sidecar.foreign_engine import (
     BY_PORT,
     FINISHED,
@@ -285,7 +285,7 @@ class VLLM(ForeignEngine):
 
     def passed(self, options: EngineOptions) -> list[str]:
         if has_gpu() and options.dtype != "float32":
-            return merge_overrides(options.arguments, EXACT_HEAD)
+            return merge_objects(options.arguments, OVERRIDES, EXACT_HEAD)
         return [*options.arguments]
 
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
@@ -340,40 +340,6 @@ class VLLM(ForeignEngine):
 
     def refused(self, status: int, reason: str) -> bool:
         return status in REFUSED
-
-
-def merge_overrides(words: Sequence[str], ours: Mapping[str, Any]) -> list[str]:
-    """Return a user's command line with our --hf-overrides in theirs, of which vLLM would take one. Of a key that is in
-    both the user's value counts. What is no JSON object stays as it is, for vLLM to refuse."""
-    options = read_options(words)
-    given = [option for option in options if option.name.partition(".")[0] == OVERRIDES]
-    overrides = dict(ours)
-    for option in given:
-        key = option.name.partition(".")[2]
-        try:
-            value = json.loads(option.value or "")
-        except ValueError:
-            value = option.value
-        if not key and not isinstance(value, dict):
-            return [*words]
-        _override(overrides, key.split(".") if key else [], value)
-    if not given:
-        return [*words]
-    rest = [word for option in options if option not in given for word in option.words]
-    return [*rest, f"--{OVERRIDES}", json.dumps(overrides)]
-
-
-def _override(overrides: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set what lies at a path of keys, of which none means all."""
-    if not path:
-        overrides.update(value)
-        return
-    *folders, last = path
-    for folder in folders:
-        inner = overrides.get(folder)
-        overrides[folder] = dict(inner) if isinstance(inner, dict) else {}
-        overrides = overrides[folder]
-    overrides[last] = value
 
 
 def default_memory_gb() -> float:
