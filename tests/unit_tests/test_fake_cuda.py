@@ -1,7 +1,8 @@
-"""What a GPU runs, on fake tensors of `cuda:0`: whole steps of the recipes, versions that are published, the head.
+"""What a GPU runs, on fake tensors of `cuda:3`: whole steps of the recipes, versions that are published, the head.
 
 A value that is asked of the device raises, so that these also show that nothing waits for it but what is listed:
 `ExpertExchange.shares` and `ContextParallel.bounds` within a pass, and what follows the reduction of a step's votes.
+Operators of ours run inside, too, but for the scan of Gated DeltaNet and products of quantized weights.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from torchtitan.models.head import fused_head
 from torchtitan.models.head.fused_head import WholeRows
 from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.layers import attention, mixture
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.layers.delta_rule import gradients_in_few_launches, scan_in_few_launches
+from torchtitan.models.layers.forest import Forest
 from torchtitan.models.parallelize import ExpertExchange, parallelize
 from torchtitan.models.shape.checkpoint_shape import read_shape
-from torchtitan.models.shape.costs import estimate_memory
+from torchtitan.models.shape.costs import GPU_HEAD_BYTES, estimate_memory
 from torchtitan.preflight import roofline
 from torchtitan.preflight.validate import load_config
 from torchtitan.trainer import policy_trainer
@@ -58,6 +61,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 MEMORY = 0.05
 # In the second, all that is kept from one to the next is there, and the last one frees it.
 MICRO_BATCHES = 3
+# Between host and device, in a micro-batch, however many layers.
+BLOCKING_COPIES = 2
 STEPS = [
     ("qwen3_0.6b_1gpu", 1, []),
     ("qwen3_0.6b_1gpu", 1, ["--lora.rank", "8"]),
@@ -82,8 +87,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         len(rows) * rank // self.ranks for rank in range(self.ranks + 1)
     ])  # fmt: skip
     monkeypatch.setattr(ExpertExchange, "shares", even_shares)
+    # Of numbers on the host, which fake tensors would not have.
+    monkeypatch.setattr(attention, "forest_of", fake_cuda.without_modes(attention.forest_of))
+    monkeypatch.setattr(Forest, "keys", keys_on_device)
     yield
     device.device.cache_clear()
+
+
+keys_on_host = fake_cuda.without_modes(Forest.keys.__wrapped__)
+
+
+def keys_on_device(self: Forest, where: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    rows, ends, longest = keys_on_host(self, torch.device("cpu"))
+    return torch.empty(rows.shape, dtype=rows.dtype, device=where), torch.empty_like(ends, device=where), longest
+
+
+INSIDES = {
+    "packed_attention": attention._forward,
+    "packed_attention_backward": attention._backward,
+    "grouped_linear": mixture.grouped_linear._init_fn,
+    "grouped_outer": mixture.grouped_outer._init_fn,
+}
 
 
 def make_pack(tokens: int, longest: int, layers: int, per_token: int) -> MicroBatch:
@@ -149,7 +173,8 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)  # FSDP2 frees and takes what it gathers
     peak.counting = False
     assert config.training.dtype == "float32"
-    with FakeTensorMode(allow_non_fake_inputs=True), peak:
+    insides = fake_cuda.Insides(INSIDES)
+    with FakeTensorMode(allow_non_fake_inputs=True), insides, peak:
         with torch.device("cuda"):
             policy = Decoder(args)
         parallelize(policy, dims, config)
@@ -160,6 +185,7 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         old = torch.empty_like(pack.weights) if config.grpo.recompute_old_log_probs else None
         for counted in (False, True):
             peak.most, peak.counting = 0, counted
+            insides.blocking.clear()
             count = MICRO_BATCHES if counted else 1
             loss = trainer._forward_backward([pack] * count, [FixedLogProbs(old)] * count, totals, True, True, True)
             if not counted:
@@ -168,7 +194,12 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
                 clip_gradients_(trainer.parameters, norm, 1.0)
                 trainer.optimizer.step()
                 trainer.optimizer.zero_grad(set_to_none=True)
-        assert loss.device.type == "cuda"
+        assert loss.device == device.device() == torch.device("cuda", fake_cuda.LOCAL_RANK)
+    print(f"blocking copies in {MICRO_BATCHES} micro-batches of {layers} layers: {dict(insides.blocking)}")
+    assert insides.blocking.total() <= BLOCKING_COPIES * MICRO_BATCHES, insides.blocking
+    ran = {name.split(": ")[1] for name in insides.ran}
+    assert {"_flash_attention_forward", "_flash_attention_backward"} <= ran
+    assert args.experts is None or "_grouped_mm" in ran
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize)
     return peak.most
 
@@ -268,10 +299,11 @@ def test_pinned_memory_is_as_large_as_it_is_asked_for(size: int, exact: bool, mo
 def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of bfloat16, whole rows at a time, and no wait for the device."""
     made: list[int] = []
+    peak = Peak()
     monkeypatch.setattr(fused_head, "WholeRows", lambda rows, *rest: made.append(rows) or WholeRows(rows, *rest))
     tokens, hidden, vocabulary = 4096, 1024, 151936
     factor = 0.01 if way == "entropy" else 0.0
-    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+    with FakeTensorMode(allow_non_fake_inputs=True), peak, Operators() as operators:
         with torch.device("cuda"):
             states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
@@ -289,6 +321,10 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
         for operand in (states, weight):
             assert operand.grad is not None and operand.grad.dtype == torch.bfloat16
     assert len(made) == (way != "two passes")
+    # Operands and their gradients, the sums of a gradient in fp32, and two buffers, as costs.py counts.
+    operands = 2 * 2 * (tokens + vocabulary) * hidden + 4 * max(tokens, vocabulary) * hidden
+    print(f"{way}: {peak.most:,} bytes, {(peak.most - operands) / GPU_HEAD_BYTES:.2f} buffers")
+    assert peak.most <= operands + 2.2 * GPU_HEAD_BYTES
     # Three products for each tile, or four where logits are computed twice.
     products = operators.named("mm") + operators.named("addmm")
     assert len(products) % (4 if way == "two passes" else 3) == 0 and all(one == {"cuda"} for one in products)
