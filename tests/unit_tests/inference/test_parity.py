@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
@@ -29,6 +30,11 @@ from torchtitan.inference.types import (
     Tag,
     VersionSpan,
 )
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.layers import mixture
+from torchtitan.models.layers.attention import PackedLayout
+from torchtitan.models.shape.mixture_args import ExpertArgs
+from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.trainer import mismatch
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.actor_state import ActorState
@@ -283,6 +289,57 @@ def test_a_text_that_is_unlikely_to_the_model_may_differ_by_more_in_bfloat16_alo
     assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == parity.probe_tolerance(config)
     config.inference.dtype, config.weight_sync.probe_tolerance = "bfloat16", 0.2
     assert parity.probe_tolerance_of(config, [-6.0, -10.0]) == 0.2
+
+
+def log_probs_of(policy: Decoder, token_ids: torch.Tensor, routes: torch.Tensor | None = None) -> list[float]:
+    """Of the tokens but the first."""
+    layout = PackedLayout([len(token_ids)])
+    with torch.no_grad():
+        hidden = policy.hidden_states(token_ids, layout.positions, layout, routes)
+        logits = hidden.float() @ policy.lm_head.weight.float().T
+    found: list[float] = logits.log_softmax(-1)[:-1].gather(-1, token_ids[1:, None])[:, 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize(("count", "per_token"), [(8, 2), (64, 8)])
+def test_a_mixture_in_bfloat16_passes_the_probe_also_with_experts_of_its_own_choice(
+    count: int, per_token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against itself in float32, whose routes it is given or not; each of both sides of the probe rounds as much."""
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.inference.dtype = "qwen3_moe", "30B-A3B", "bfloat16"
+    layers, torn = 4, 0.0
+    args = ModelArgs(
+        "qwen3_moe", 256, 64, 128, layers, 4, 2, 16, experts=ExpertArgs(count, per_token, 32, normalize=True)
+    )
+    monkeypatch.setattr(parity, "read_shape", lambda _config: args)
+    monkeypatch.setattr(parity, "has_gpu", lambda: True)
+    chosen = list[torch.Tensor]()
+    choose = mixture.Router._choose
+    monkeypatch.setattr(
+        mixture.Router, "_choose", lambda self, scores: chosen.append(choose(self, scores)) or chosen[-1]
+    )
+    for seed in range(3):
+        torch.manual_seed(seed)
+        policy = Decoder(args)
+        for name, weight in policy.named_parameters():
+            size = 1.0 if "embed" in name else (2.0 if "lm_head" in name else 1.0) / math.sqrt(weight.shape[-1])
+            weight.data = torch.ones_like(weight) if weight.dim() == 1 else (size * torch.randn_like(weight))
+            weight.data = weight.data.bfloat16().float()
+        token_ids = torch.randint(256, (64,))
+
+        chosen.clear()
+        exact = log_probs_of(policy, token_ids)
+        routes = torch.stack(chosen, 1)
+        policy.bfloat16()
+        own, replayed = (
+            parity.mean_difference(exact, log_probs_of(policy, token_ids, given))[0] for given in (None, routes)
+        )
+        assert replayed * math.sqrt(2) < parity._rounding(config)
+        assert own * math.sqrt(2) < parity.probe_tolerance(config)
+        policy.get_parameter("model.layers.1.self_attn.o_proj.weight").data.neg_()
+        torn = max(torn, parity.mean_difference(exact, log_probs_of(policy, token_ids))[0])
+    assert torn > 2 * parity.probe_tolerance(config)
 
 
 def test_samples_of_the_probe_may_have_other_experts_also_where_those_of_a_batch_are_replayed(tmp_path: Path) -> None:

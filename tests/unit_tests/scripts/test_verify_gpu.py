@@ -139,7 +139,7 @@ def test_the_settings_of_the_quick_checks_are_valid(monkeypatch: pytest.MonkeyPa
             words = shlex.split(run[1].replace("\\\n", " ").removesuffix("&&").replace("$MODEL", "debug_random"))
             validated(read_command_line(["--job.config_file", run[0], *words])[0], planning=True)
             runs += 1
-    assert runs == 7
+    assert runs == 8
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,14 @@ def test_the_settings_of_the_quick_checks_are_valid(monkeypatch: pytest.MonkeyPa
             24564,
             ["--no-engines"],
             dict.fromkeys(
-                ("vllm_sleep1_tcp", "vllm_sleep2_ipc", "vllm_sleep2_tcp", "vllm_sleep1_ipc", "colocated_sleep2"),
+                (
+                    "vllm_graphs_digest",
+                    "vllm_sleep1_tcp",
+                    "vllm_sleep2_ipc",
+                    "vllm_sleep2_tcp",
+                    "vllm_sleep1_ipc",
+                    "colocated_sleep2",
+                ),
                 "not run",
             )
             | {"nccl_two_gpus": "left out"},
@@ -187,7 +194,8 @@ esac
         root / "scripts/setup_env.sh": f"setup_env() {{ export PYTHON={programs}/python; }}",
         root / "scripts/install_engine.sh": f"echo {programs}/python",
         # Every run says what it was given, and is over.
-        root / "run_grpo.sh": 'sleep 0.3; echo "$@"; echo "exported the policy after step $(sed "s/.*steps //;s/ .*//" '
+        root / "run_grpo.sh": 'sleep 0.3; echo "$@"; echo "weights_verified versions=3"; '
+        'echo "exported the policy after step $(sed "s/.*steps //;s/ .*//" '
         '<<<"$*")"',
     }
     for path, text in fakes.items():
@@ -202,7 +210,7 @@ esac
     folder = root / "outputs/verify_gpu_quick"
     statuses = {one["name"]: one["status"] for one in json.loads((folder / "results.json").read_text())["results"]}
     failed = {"marked_tests": "failed", "train_0.6b": "failed"} | left_out
-    assert len(statuses) == 10 and {name: status for name, status in statuses.items() if status != "passed"} == failed
+    assert len(statuses) == 11 and {name: status for name, status in statuses.items() if status != "passed"} == failed
     # One table for the documentation: what was expected beside what was measured, also of what failed.
     page = (folder / "results.md").read_text()
     if options or memory < 24564:
