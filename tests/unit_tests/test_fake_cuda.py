@@ -42,7 +42,7 @@ from torchtitan.models.head.logprob_head import fused_log_probs, fused_objective
 from torchtitan.models.layers import attention, mixture
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.layers.delta_rule import gradients_in_few_launches, scan_in_few_launches
-from torchtitan.models.layers.forest import Forest
+from torchtitan.models.layers.forest import Forest, forest_of
 from torchtitan.models.parallelize import ExpertExchange, parallelize
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import GPU_HEAD_BYTES, estimate_memory
@@ -88,7 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ])  # fmt: skip
     monkeypatch.setattr(ExpertExchange, "shares", even_shares)
     # Of numbers on the host, which fake tensors would not have.
-    monkeypatch.setattr(attention, "forest_of", fake_cuda.without_modes(attention.forest_of))
+    monkeypatch.setattr(attention, "forest_of", fake_cuda.without_modes(forest_of))
     monkeypatch.setattr(Forest, "keys", keys_on_device)
     yield
     device.device.cache_clear()
