@@ -321,10 +321,10 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
         for operand in (states, weight):
             assert operand.grad is not None and operand.grad.dtype == torch.bfloat16
     assert len(made) == (way != "two passes")
-    # Operands and their gradients, the sums of a gradient in fp32, and two buffers, as costs.py counts.
+    # Operands and their gradients, the sums of a gradient in fp32; two buffers, and gradients of logits in bfloat16.
     operands = 2 * 2 * (tokens + vocabulary) * hidden + 4 * max(tokens, vocabulary) * hidden
     print(f"{way}: {peak.most:,} bytes, {(peak.most - operands) / GPU_HEAD_BYTES:.2f} buffers")
-    assert peak.most <= operands + 2.2 * GPU_HEAD_BYTES
+    assert peak.most <= operands + 3 * GPU_HEAD_BYTES
     # Three products for each tile, or four where logits are computed twice.
     products = operators.named("mm") + operators.named("addmm")
     assert len(products) % (4 if way == "two passes" else 3) == 0 and all(one == {"cuda"} for one in products)
