@@ -2,7 +2,7 @@
 
 A value that is asked of the device raises, so that these also show that nothing waits for it but what is listed:
 `ExpertExchange.shares` and `ContextParallel.bounds` within a pass, and what follows the reduction of a step's votes.
-Operators of ours run inside, too, but for the scan of Gated DeltaNet and products of quantized weights.
+Operators of ours run inside, too, but for products of quantized weights; the scan of Gated DeltaNet does by itself.
 """
 
 from __future__ import annotations
