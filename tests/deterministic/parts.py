@@ -77,6 +77,7 @@ class Shape:
     progress_timeout_s: float = 5.0
     epoch: str = "e1"
     relay_fanout: int = 0
+    connections: int = 1
     delta: bool = False
 
 

@@ -5,10 +5,11 @@ name. To add one, see docs/adding_a_transport.md."""
 from __future__ import annotations
 
 from dataclasses import dataclass, is_dataclass
+from typing import Annotated
 
 from pydantic.dataclasses import dataclass as table
 
-from torchtitan.config.values import TABLE
+from torchtitan.config.values import TABLE, Range
 
 
 class TransportTable:
@@ -17,6 +18,7 @@ class TransportTable:
 
     delta: bool = False
     relay: bool = False
+    connections: int = 1
     path: str = ""
 
 
@@ -35,6 +37,10 @@ class Tcp(Deltas):
     relay: bool = False
     """Actors that hold a version pass it on: each host receives it once, and two of them from the trainer; on a host,
     two actors receive from one actor"""
+
+    connections: Annotated[int, Range(1, 16)] = 1
+    """Connections from an actor to each shard server, each with a thread at both ends; more than one pays where the
+    network moves more than the 3 GB/s that a thread receives"""
 
 
 @table(config=TABLE)

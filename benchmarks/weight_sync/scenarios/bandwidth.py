@@ -5,6 +5,8 @@ share_of_socket               GB/s of the tcp transport ÷ GB/s of a bare socket
                               computes with, verified. The bare socket moves bytes from one process's memory into
                               another's (recv_into), and does nothing with them.
 receiver_cpu_s_per_gb         processor time of the actor's process per GB of a version
+busiest_thread_s_per_gb       of the thread of the actor or the shard server that needs most of it: several connections
+                              divide it, and on idle cores it is what a version takes
 times_faster_than_broadcast   what stock trainer sides do ÷ ours, two trainer ranks that hold half of every tensor:
                               full_tensor() and one gloo broadcast per parameter, and a copy into the actor's tensors,
                               against commit until applied; wall time of all of it
@@ -19,6 +21,7 @@ import functools
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +55,7 @@ OPTIONS = {
     "hidden": Option(1024, quick=256),
     "vocabulary": Option(59392, quick=4096),
     "repeats": Option(15, quick=2),
+    "connections": Option(1, "weight_sync.tcp.connections"),
 }
 ACTOR = "actor"
 TRAINER_RANKS = 2
@@ -62,35 +66,50 @@ WARM_UP = 2
 class Transport:
     """A trainer in this process, its shard server and an actor."""
 
-    def __init__(self, sizes: list[tuple[int, ...]], folder: Path, closing: contextlib.ExitStack):
+    def __init__(self, sizes: list[tuple[int, ...]], connections: int, folder: Path, closing: contextlib.ExitStack):
+        config = WeightSyncConfig()
+        config.tcp.connections = connections
         parameters = {f"p{index}": torch.randn(size).bfloat16() for index, size in enumerate(sizes)}
-        self.job = Job(parameters, folder, dtype="bfloat16")
+        self.job = Job(parameters, folder, config, dtype="bfloat16")
         closing.callback(self.job.close)
         cores = sorted(os.sched_getaffinity(0))
         self.actor = start_actors(self.job.place, [ACTOR], cores, shapes=sizes)
         closing.callback(self.actor.close)
         self.receiver = psutil.Process(self.actor.process.pid)
         self.cpu_s: list[float] = []
+        self.thread_s: Counter[int] = Counter()
+        """Thread of the actor's process or a shard server's -> its processor time in all turns"""
         self.from_commit: list[float] = []
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": []}
 
     def turn(self) -> float:
         """Seconds from the actor's request to the applied version, as the actor measured them."""
-        before = sum(self.receiver.cpu_times()[:2])
+        before, threads = sum(self.receiver.cpu_times()[:2]), self.thread_seconds()
         start = self.job.publish_when_free(lambda: None)
         self.job.applied_everywhere(1)
         self.cpu_s.append(sum(self.receiver.cpu_times()[:2]) - before)
+        self.thread_s.update(self.thread_seconds() - threads)
         self.from_commit.append(time.perf_counter() - start)
         statistics_now = self.job.sync.statistics()
         for name, values in self.parts.items():
             values.append(statistics_now[f"weight_sync/{ACTOR}/{name}"])
         return self.parts["transfer_s"][-1] + self.parts["apply_s"][-1]
 
+    def thread_seconds(self) -> Counter[int]:
+        """Processor time so far of each thread of the actor's process and the shard server's."""
+        children = psutil.Process().children()
+        servers = [child for child in children if "shard server" in " ".join(child.cmdline())]
+        seconds = Counter[int]()
+        for process in (self.receiver, *servers):
+            for thread in process.threads():
+                seconds[thread.id] = thread.user_time + thread.system_time
+        return seconds
 
-def socket_figures(sizes: list[tuple[int, ...]], repeats: int, folder: Path) -> dict[str, float]:
+
+def socket_figures(sizes: list[tuple[int, ...]], connections: int, repeats: int, folder: Path) -> dict[str, float]:
     """share_of_socket and what explains it."""
     with contextlib.ExitStack() as closing:
-        transport = Transport(sizes, folder, closing)
+        transport = Transport(sizes, connections, folder, closing)
         size = sum(torch.Size(shape).numel() for shape in sizes) * 2
         bare = BareSocket(size >> 20 << 20, closing)
         seconds = common.interleaved({"transport": transport.turn, "bare": bare.turn}, repeats, warm_up=WARM_UP)
@@ -100,6 +119,7 @@ def socket_figures(sizes: list[tuple[int, ...]], repeats: int, folder: Path) -> 
         "transport_gb_per_s": gigabytes / statistics.median(seconds["transport"]),
         "socket_gb_per_s": gigabytes / statistics.median(seconds["bare"]),
         "receiver_cpu_s_per_gb": statistics.mean(transport.cpu_s[WARM_UP:]) / gigabytes,
+        "busiest_thread_s_per_gb": max(transport.thread_s.values()) / gigabytes / (repeats + WARM_UP),
         "commit_to_applied_s": statistics.median(transport.from_commit),
         **{name: statistics.median(values) for name, values in transport.parts.items()},
     }
@@ -235,5 +255,5 @@ def measure(run: Run) -> dict[str, float]:
         "tensors": len(sizes),
         "dtype": "bfloat16",
     }
-    figures = socket_figures(sizes, options.repeats, run.folder / "socket")
+    figures = socket_figures(sizes, options.connections, options.repeats, run.folder / "socket")
     return figures | broadcast_figures(sizes, options.repeats, run.folder / "broadcast")

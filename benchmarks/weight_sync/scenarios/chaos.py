@@ -174,6 +174,8 @@ class Training:
         """Stop publishing; the last version goes to everybody. False when it did not get there in time."""
         end = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < end:
+            # The last fault may have struck an actor that took a while to die.
+            self.start_actors_that_died()
             if self.sync.pending_version is not None and self.sync.reserve():
                 with self._raises_count():
                     self._fill(self.version)

@@ -43,6 +43,7 @@ from torchtitan.distributed.boxes import Box
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.weight_sync import servers
 from torchtitan.weight_sync.actor.puller import Puller
+from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.facade import Watcher, WeightSync
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout
@@ -294,10 +295,10 @@ class TimedPuller(Puller):
         self.wanted = set(range(RANKS))
         super()._on_newest(message)
 
-    def requests(self, rank: int) -> list[Message]:
-        found = super().requests(rank)
+    def requests(self, source: ShardServerConnection) -> list[Message]:
+        found = super().requests(source)
         if any(last > 0 for request in found for _first, last in request["buckets"]):
-            self.wanted.discard(rank)
+            self.wanted.discard(source.rank)
             if not self.wanted:
                 self.took = time.thread_time() - self.first
         return found

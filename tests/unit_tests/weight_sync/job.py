@@ -175,7 +175,9 @@ class Job:
         settings = RegistrySettings(
             shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s
         )
-        settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
+        settings = replace(
+            settings, connections=shape.connections, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s
+        )
         settings = replace(settings, sees_bytes=not shape.by_reference, over_channel=not shape.by_reference)
         runtime = self.registry_process.runtime
         self.registry = self.parts.registry(

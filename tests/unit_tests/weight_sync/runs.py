@@ -51,6 +51,7 @@ def draw_shape(rng: random.Random, slow: int) -> Shape:
         actor_seconds=tuple(healthy + late),
         lease_s=interval * rng.choice((3.0, 20.0)),
         by_reference=rng.random() < 0.2,
+        connections=2 if buckets == 3 else 1,
         delta=rng.random() < 0.3,
         progress_timeout_s=max(rng.choice((0.5, 2.0, 5.0)), longest_piece),
     )

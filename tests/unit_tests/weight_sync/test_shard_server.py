@@ -306,7 +306,7 @@ def test_longest_honest_request_is_within_the_limit(count: int) -> None:
     server.most_buckets = lambda: count  # type: ignore[method-assign]
     missing = Transfer(10**9, 10**9, None, None, {0: {CHECKSUM_TABLE, *range(1, count, 2)}}, 0.0, 0.0)  # type: ignore[arg-type]
     asked: list[int] = []
-    for request in missing.requests(0, {}, None):
+    for request in missing.requests(0, lambda _key: True, lambda _key, _serial: False, None):
         assert len(wire.encode(request)) < server.longest_message()
         asked += bucket_server._buckets_in(request["buckets"], count)
     assert asked == sorted(missing.missing[0])

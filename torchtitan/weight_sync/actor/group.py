@@ -163,7 +163,7 @@ class Leader(Puller):
         self._model = {**message, "staging": {**file_reference(self._memory), "workers": self._count}}
         self._send(self._model)
 
-    def _new_sources(self, ranks: int) -> list[ShardServerConnection]:
+    def _new_sources(self, ranks: int, count: int) -> list[ShardServerConnection]:
         # Only workers pull.
         return []
 

@@ -190,13 +190,15 @@ class Puller:
             for rank, bucket in self.engine.prepare(layout, message):
                 self._needs[rank].add(bucket)
             self._layout, self._layout_id = layout, message["layout_id"]
-            self._sources = self._new_sources(len(layout.ranks))
+            self._sources = self._new_sources(len(layout.ranks), max(1, message.get("connections", 1)))
         elif message["layout_id"] != self._layout_id:
             raise ProtocolError("another layout than before, in the same epoch")
         self._move_sources()
 
-    def _new_sources(self, ranks: int) -> list[ShardServerConnection]:
-        return [ShardServerConnection(self._runtime, self._identity, self.epoch, rank, self) for rank in range(ranks)]
+    def _new_sources(self, ranks: int, count: int) -> list[ShardServerConnection]:
+        names = self._runtime, self._identity, self.epoch
+        places = itertools.product(range(ranks), range(count))
+        return [ShardServerConnection(*names, rank, self, number, count) for rank, number in places]
 
     def _read_layout(self, data: Message) -> Layout:
         layout = Layout.from_json(data)
@@ -206,8 +208,8 @@ class Puller:
     def _move_sources(self) -> None:
         peer = self._peer
         identity = self._identity if peer is None else Identity(PEER, self.name, str(peer["key"]))
-        for source, address in zip(self._sources, self._servers, strict=False):
-            source.move(address if peer is None else str(peer["address"]), identity)
+        for source in self._sources:
+            source.move(self._servers[source.rank] if peer is None else str(peer["address"]), identity)
 
     def leave_peer(self) -> bool:
         """If another actor is the source, switch to the trainer. Returns False if the trainer was the source
@@ -303,8 +305,9 @@ class Puller:
         if self._relay is not None:
             self._relay.hold(self._layout, None)
         # Nothing may continue to write a half-arrived bucket.
-        for rank in {rank for rank, _ in pull.arriving}:
-            self._sources[rank].drop("the pull is over")
+        for source in self._sources:
+            if any(map(source.carries, pull.arriving)):
+                source.drop("the pull is over")
 
     def release(self) -> None:
         """Let go of the engine's memory, because the engine gives it back. What is being pulled, or staged, is pulled
@@ -329,9 +332,11 @@ class Puller:
             # The registry will announce the newer version; if the registry is away, asking at once would not help.
             self._pause()
 
-    def requests(self, rank: int) -> list[Message]:
-        """Return what to request from this rank's shard server."""
-        return [] if self.transfer is None else self.transfer.requests(rank, self._has, self._base)
+    def requests(self, source: ShardServerConnection) -> list[Message]:
+        """Return what to request over this connection."""
+        if self.transfer is None:
+            return []
+        return self.transfer.requests(source.rank, source.carries, self._has, self._base)
 
     def _has(self, key: BucketKey, serial: int) -> bool:
         """Return whether a delta against this snapshot can be applied to a bucket."""
@@ -341,10 +346,10 @@ class Puller:
         """Return whether a message belongs to the current transfer."""
         return self.transfer is not None and message["pull"] == self.transfer.number
 
-    def lost(self, rank: int) -> None:
+    def lost(self, source: ShardServerConnection) -> None:
         """Handle a closed channel: half-arrived buckets are requested again, except those that a thread writes."""
         arriving = {} if self.transfer is None else self.transfer.arriving
-        for key in [key for key, placed in arriving.items() if key[0] == rank and placed is not None]:
+        for key in [key for key, placed in arriving.items() if source.carries(key) and placed is not None]:
             del arriving[key]
 
     def payload_target(self, source: ShardServerConnection, message: Message) -> PayloadTarget | None:
@@ -354,6 +359,8 @@ class Puller:
         if transfer is None or not self.is_current(message):
             return None
         key, now = transfer.checked_key(source.rank, message), self._runtime.now
+        if not source.carries(key):
+            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came over another connection than it was asked over")
         if "base" in message:
             if not self._has(key, message["base"]) or message["bytes"] >= transfer.bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
@@ -439,6 +446,9 @@ class Puller:
             pull.done(*key)
             if bucket == CHECKSUM_TABLE:
                 pull.take_table(rank)
+                for other in self._sources:
+                    if other.rank == rank and other is not source:
+                        other.ask()
             else:
                 self.engine.held[key] = pull.serial
             source.succeeded()

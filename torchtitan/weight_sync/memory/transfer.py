@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Transfer:
     """Bytes by figure (see BYTES)"""
     _checksum_tables: dict[int, memoryview] = field(default_factory=dict)
     """Rank -> the memory that its checksum table arrives in"""
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def lacks(self, rank: int, bucket: int) -> bool:
         """Return whether this bucket, or checksum table, is missing."""
@@ -112,11 +114,12 @@ class Transfer:
         return table.sha256(bucket) if self.source else table[bucket]
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
-        """Record that `count` bytes have arrived."""
+        """Record that `count` bytes have arrived. Any thread may call it."""
         figure = "bytes_delta" if is_delta else "bytes_full"
         if self.source:
             figure = "bytes_relayed"
-        self.received[figure] += count
+        with self._counting:
+            self.received[figure] += count
         self.moved_at = now
 
     @property
@@ -148,9 +151,16 @@ class Transfer:
         counts = {**self.received, "corrupt_buckets": self.corruptions.total()}
         return {"transfer_s": now - self.started, **counts, "source": self.source or "trainer"}
 
-    def requests(self, rank: int, has: Callable[[BucketKey, int], bool], base: int | None) -> list[Message]:
-        """Return the requests to this rank's shard server for what is missing and not arriving already: its table of
-        checksums first, because no bucket can be verified without it.
+    def requests(
+        self,
+        rank: int,
+        carries: Callable[[BucketKey], bool],
+        has: Callable[[BucketKey, int], bool],
+        base: int | None,
+    ) -> list[Message]:
+        """Return the requests for what one connection to this rank's shard server carries, if it is missing and not
+        arriving already: the table of checksums first, because no bucket can be verified without it. Connections that
+        do not carry the table ask for nothing before it is there.
 
         has(bucket, serial): see TransferTarget; of buckets that are there as of snapshot `base`, deltas are requested.
         """
@@ -158,9 +168,10 @@ class Transfer:
         again: list[int] = []
         deltas: list[int] = []
         full: list[int] = []
-        for bucket in sorted(self.missing.get(rank, ())):
+        waits = self.lacks(rank, CHECKSUM_TABLE) and not carries((rank, CHECKSUM_TABLE))
+        for bucket in () if waits else sorted(self.missing.get(rank, ())):
             key = rank, bucket
-            if key in self.arriving:
+            if key in self.arriving or not carries(key):
                 continue
             if bucket == CHECKSUM_TABLE:
                 table.append(bucket)

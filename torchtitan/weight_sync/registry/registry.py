@@ -219,7 +219,7 @@ class Registry:
         about: Message = {"layout_id": merged.layout_id(), "layout": merged.to_json()}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
         about |= {"servers": servers, "progress_s": self.settings.progress_timeout_s}
-        about |= {"over_channel": self.settings.over_channel}
+        about |= {"over_channel": self.settings.over_channel, "connections": self.settings.connections}
         self._model = BroadcastMessage({"type": "model", **about})
         for channel in self._actor_channels():
             channel.send(self._model)

@@ -61,6 +61,8 @@ class RegistrySettings:
     """Whether shard servers see how many bytes an actor has taken. Otherwise its word has to do"""
     over_channel: bool = True
     """Whether all bytes cross the connections to shard servers: actors may receive them anywhere"""
+    connections: int = 1
+    """How many connections an actor has to each shard server"""
     delta: bool = False
     """Whether to keep a snapshot as the base of deltas, which takes one more slot"""
     guests: Message = field(default_factory=dict)
@@ -97,6 +99,7 @@ class RegistrySettings:
             apply_timeout_s=config.apply_deadline(max(version_bytes, applied_bytes), drain_s),
             sees_bytes=TRANSPORTS[config.transport].sends,
             over_channel=TRANSPORTS[config.transport].over_channel,
+            connections=config.table.connections,
             delta=config.table.delta and TRANSPORTS[config.transport].over_channel,
         )
 

@@ -59,7 +59,9 @@ class Reader:
 
     def take_moved(self) -> int:
         """Return how many bytes of buckets the reader has got since the last call."""
-        moved, self.credit = self.channel.moved + self.credit, -self.channel.moved
+        # Read once, because a thread may be sending.
+        handed = self.channel.moved
+        moved, self.credit = handed + self.credit, -handed
         return moved
 
 
@@ -68,6 +70,7 @@ class BucketServer:
 
     role, secret: of the allowed pullers, see Acceptor. make_link(channel, actor): makes the link that carries the bytes
     if they do not travel over the channel. The link must then call sent(reader) whenever a bucket has been sent.
+    threads: each connection has a thread that sends.
     """
 
     phase: str
@@ -79,8 +82,10 @@ class BucketServer:
         role: str,
         secret: str,
         make_link: Callable[[Channel, str], SendingLink] | None = None,
+        threads: bool = False,
     ):
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
+        self._threads = threads
         ways = self.admit, self._enter
         self.acceptor = Acceptor(runtime, frozenset((role,)), secret, *ways, longest=self.longest_message)
         self.channels: dict[Channel, Reader] = {}
@@ -153,6 +158,8 @@ class BucketServer:
             oldest.close("replaced by newer connections")
         reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
         channel.on_message, channel.on_close = self._on_message, self._on_lost
+        if self._threads:
+            channel.use_thread()
         if self._make_link is not None:
             reader.link = self._make_link(channel, identity.name)
 

@@ -171,7 +171,7 @@ SCHEMA: dict[str, Fields] = {
     # leader's workers. newest is also sent to an actor that joins; it may name another actor to pull from, as `source`
     "model": {
         "layout_id": name, "layout": anything, "servers": listed, "progress_s": number, "staging?": anything,
-        "over_channel?": boolean,
+        "over_channel?": boolean, "connections?": integer,
     },
     "newest": {
         **_LIVE, "epoch": name, "version": integer, "layout_id": name, "digest": name,

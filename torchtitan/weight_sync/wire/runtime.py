@@ -195,6 +195,9 @@ class Channel:
         if self.limiter is not None:
             self.limiter.spend(messages)
 
+    def use_thread(self) -> None:
+        """Have a thread of this channel's own move payloads from now on, where there are threads."""
+
     def trust(self, longest: int = MAXIMUM_MESSAGE_BYTES) -> None:
         """Accept messages of up to `longest` bytes and payloads from now on: the peer has proved who it is."""
         raise NotImplementedError

@@ -19,6 +19,7 @@ from typing import Any
 from torchtitan.utils.logs import RateLimit, escaped
 from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.messages import cost, parse, payload_bytes
+from torchtitan.weight_sync.wire.payload_thread import PayloadThread
 from torchtitan.weight_sync.wire.runtime import Channel, Message, OnDone, PayloadTarget, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -69,10 +70,18 @@ class SocketChannel(Channel):
         """Until then, what has arrived waits and nothing is read"""
         self._handled = 0
         """Messages in this turn of the loop"""
+        self._thread: PayloadThread | None = None
+        """Moves the payloads, if it is not the loop's thread"""
+        self._sends = False
+        """Whether it sends one now"""
         loop.add_reader(sock, self._guarded, self._read)
 
     def trust(self, longest: int = wire.MAXIMUM_MESSAGE_BYTES) -> None:
         self._limit = longest
+
+    def use_thread(self) -> None:
+        if self._thread is None and not self.closed:
+            self._thread = PayloadThread(self._socket, self._loop.call_soon_threadsafe)
 
     def send(
         self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
@@ -99,6 +108,8 @@ class SocketChannel(Channel):
         self.closed = True
         for timer in filter(None, (self._pause, self._held)):
             timer.cancel()
+        if self._thread is not None:
+            self._thread.close()
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -127,7 +138,7 @@ class SocketChannel(Channel):
             self.close(f"protocol error: {escaped(repr(error))}")
 
     def _watch(self) -> None:
-        wanted = bool(self._unsent) and self._pause is None
+        wanted = bool(self._unsent) and self._pause is None and not self._sends
         if not self.closed and wanted != self._waits_to_send:
             self._waits_to_send = wanted
             if wanted:
@@ -142,6 +153,10 @@ class SocketChannel(Channel):
         allowance = max(1, slowest // THROTTLE_SLICES_PER_SECOND) if slowest else SEND_BYTES
         while self._unsent and allowance > 0:
             data, on_sent, is_payload = self._unsent[0]
+            if is_payload and self._thread is not None and not slowest:
+                self._sends = True
+                self._thread.send(data, SEND_BYTES, self._count_moved, self._guard_moved(self._sent_by_thread))
+                break
             flags = socket.MSG_MORE if len(self._unsent) > 1 else 0
             sent = self._socket.send(data[:allowance] if is_payload else data, flags)
             if is_payload:
@@ -159,6 +174,27 @@ class SocketChannel(Channel):
             self._pause = self._loop.call_later(1 / THROTTLE_SLICES_PER_SECOND, self._resume)
         self._watch()
 
+    def _count_moved(self, count: int) -> None:
+        self.moved += count
+
+    def _sent_by_thread(self) -> None:
+        self._sends = False
+        if not self._unsent:  # it is about to be closed
+            return
+        _, on_sent, _ = self._unsent.popleft()
+        if on_sent is not None:
+            on_sent()
+        self._watch()
+
+    def _guard_moved(self, go_on: Callable[[], None]) -> Callable[[str], None]:
+        def moved(problem: str) -> None:
+            if problem and not self.closed:
+                self.close(problem)
+            elif not self.closed:
+                self._guarded(go_on)
+
+        return moved
+
     def _resume(self) -> None:
         self._pause = None
         self._watch()
@@ -168,6 +204,11 @@ class SocketChannel(Channel):
     def _read(self) -> None:
         budget, self._handled = READ_BYTES, 0
         while budget > 0 and not self.closed and self._held is None:
+            if self._payload is not None and self._target is not None and self._thread is not None:
+                self._loop.remove_reader(self._socket)
+                left = self._size - self._filled
+                self._thread.receive(self._target, left, PIECE_BYTES, self._guard_moved(self._received_by_thread))
+                return
             if self._payload is not None and self._target is not None:
                 count = self._socket.recvmsg_into(self._target.room(PIECE_BYTES))[0]
                 if count:
@@ -183,6 +224,10 @@ class SocketChannel(Channel):
             if count == 0:
                 self.close("the peer closed the connection")
             budget -= count
+
+    def _received_by_thread(self) -> None:
+        self._loop.add_reader(self._socket, self._guarded, self._read)
+        self._arrived(self._size - self._filled)
 
     def _hold(self, seconds: float) -> None:
         self._loop.remove_reader(self._socket)
