@@ -153,7 +153,7 @@ def ours(
         "inference.num_actors": 1,
         "inference.threads_per_actor": 1,
         "checkpoint.enable": "false",
-        "eval.enable": "false",
+        "eval.num_prompts": 0,
     }
     rows = common.train(options, seconds=RUN_SECONDS, **VARIABLES, PYTHONPATH=f"{folder}:{common.REPOSITORY}")
     rows = [row for row in rows if "time/step_s" in row]

@@ -59,7 +59,7 @@ run() { # $1: name, then more arguments
         --job.name "$name" --model.hf_assets_path "$model" --training.steps "$steps" --training.global_batch_size 128 \
         --inference.backend "$engine" --inference.num_actors 1 --inference.startup_timeout_s 900 \
         ${python:+"--inference.$engine.python" "$python"} "${memory[@]}" \
-        --weight_sync.verify probe --eval.enable false --checkpoint.enable false "$@" >"$folder/$name.log" 2>&1 || {
+        --weight_sync.verify probe --eval.num_prompts 0 --checkpoint.enable false "$@" >"$folder/$name.log" 2>&1 || {
         tail -n 30 "$folder/$name.log" >&2
         say "$name FAILED ($folder/$name.log)"
         exit 1

@@ -18,7 +18,7 @@ from torchtitan.utils.json_lines import read_json_lines
 RUN_SECONDS = 900.0
 # Options of a run of a few steps with one actor, whose reward random weights earn too, and which exports its end.
 BRIEF = (
-    "--training.global_batch_size", "64", "--grpo.num_minibatches", "1", "--eval.enable", "false",
+    "--training.global_batch_size", "64", "--grpo.num_minibatches", "1", "--eval.num_prompts", "0",
     "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
     "--inference.num_actors", "1", "--inference.threads_per_actor", "1", "--checkpoint.last_save_in_hf", "true",
     "--metrics.loggers", "[]",

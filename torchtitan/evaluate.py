@@ -32,7 +32,7 @@ from typing import Any
 from torchtitan.api import FOLDER
 from torchtitan.config.engines import engine_names
 from torchtitan.config.evaluations import EVAL_KEYS, eval_configs
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import Eval, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
 from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError, UserError
@@ -51,7 +51,7 @@ RESULT_FILE = "evaluation.json"
 # What an evaluation has no use for, or must not touch. Nothing waits for it, so it may take longer than in a run.
 FIXED: dict[str, str] = {
     "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
-    "eval.enable": "true", "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
+    "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
     "metrics.loggers": "[]", "metrics.live_port": "0",
     "metrics.profile_freq": "0",
 }  # fmt: skip
@@ -141,6 +141,10 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     folder = Path(draft.value("job.dump_folder"))
     # What the command line says is said for all sets.
     given = {key for key in EVAL_KEYS if draft.written.get(f"eval.{key}", ("",))[0] == PLACE}
+    if draft.value("eval.num_prompts") == 0:
+        if "num_prompts" in given:
+            raise UserError("eval.num_prompts = 0 evaluates nothing: must be at least 1")
+        draft.values["eval.num_prompts"] = Eval.num_prompts  # the run itself evaluates nothing
 
     def is_given(key: str) -> bool:
         return key.removeprefix("eval.") in given

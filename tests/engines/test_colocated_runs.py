@@ -61,7 +61,7 @@ def test_two_ranks_share_one_engine_save_when_asked_to_stop_and_leave_nothing(
     A signal in the middle: the checkpoint is written, and all processes, sockets and shared memory are gone. Until then
     it has computed on the threads that it was told to, though vLLM takes torch's function for that away.
     """
-    options = ["--inference.colocated.tensor_parallel_size", "2", "--eval.enable", "false", "--training.steps", "1000"]
+    options = ["--inference.colocated.tensor_parallel_size", "2", "--eval.num_prompts", "0", "--training.steps", "1000"]
     # The environment says one.
     options += ["--training.threads", "2"]
     alone = one_rank.steps()

@@ -70,7 +70,7 @@ def check_run(engine: str, model: Path, rank: int, processes: Processes) -> None
     write_tokenizer(model)
     run = Run(
         processes, f"debug_cpu_{engine}", model, model.parent,
-        "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.enable", "false",
+        "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.num_prompts", "0",
         "--inference.max_sequences", "64", "--grpo.async_weight_update", "false",
         "--weight_sync.verify", "probe", "--weight_sync.probe_tolerance", "1e-4",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",

@@ -283,7 +283,7 @@ def test_a_run_trains_through_an_update_that_is_killed(
     run = Run(
         processes, "debug_cpu_sglang", debug_checkpoint, tmp_path,
         "--training.steps", "8", "--optimizer.lr", "1e-5", "--training.global_batch_size", "128",
-        "--checkpoint.enable", "false", "--eval.enable", "false",
+        "--checkpoint.enable", "false", "--eval.num_prompts", "0",
         "--inference.sglang.python", sglang_python,
     )  # fmt: skip
     run.wait(lambda: len(run.steps()) >= 3)

@@ -13,7 +13,7 @@ from tests.runs import RUN_SECONDS, Run
 pytestmark = [pytest.mark.timeout(2 * RUN_SECONDS), pytest.mark.usefixtures("vllm_python")]
 # Every batch is sampled by the version that it trains.
 BLOCKING = (
-    "--training.global_batch_size", "64", "--eval.enable", "false", "--grpo.async_weight_update", "false",
+    "--training.global_batch_size", "64", "--eval.num_prompts", "0", "--grpo.async_weight_update", "false",
     "--rollout.max_staleness", "0", "--inference.max_sequences", "64", "--rollout.temperature", "0.6",
     # Random weights earn something by it.
     "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",

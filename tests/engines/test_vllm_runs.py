@@ -34,7 +34,7 @@ def test_a_trainer_that_waits_for_a_running_server(
     """After every step the server has its version, and samples what the trainer itself would sample."""
     run = Run(
         processes, "debug_cpu_vllm", engine_model(tied=False), tmp_path,
-        "--training.steps", "6", "--training.global_batch_size", "64", "--eval.enable", "false",
+        "--training.steps", "6", "--training.global_batch_size", "64", "--eval.num_prompts", "0",
         "--grpo.async_weight_update", "false", "--inference.servers", untied_actor.url,
         # Random weights earn something by it.
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
@@ -60,7 +60,7 @@ def test_gpt_oss_of_transformers_trains_with_vllm_though_the_engine_is_killed(
     run = Run(
         processes, "debug_cpu_vllm", model, tmp_path,
         "--model.implementation", "transformers",
-        "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.enable", "false",
+        "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.num_prompts", "0",
         "--inference.max_sequences", "64",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
         f"--inference.vllm.args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],

@@ -22,7 +22,7 @@ def test_twenty_steps_of_its_game(debug_checkpoint: Path, processes: Processes, 
         "--environment.factory", "game:Game", "--environment.max_turns", "3", "--environment.sandbox.network",
         "--rewards.functions", "--training.steps", "20", "--training.global_batch_size", "64",
         "--training.seq_len", "64", "--optimizer.lr", "5e-4", "--rollout.max_completion_tokens", "32",
-        "--inference.num_actors", "1", "--eval.enable", "false",
+        "--inference.num_actors", "1", "--eval.num_prompts", "0",
         # On policy: what it learns in 20 steps does not depend on how busy the machine is.
         "--grpo.async_weight_update", "false", "--rollout.max_staleness", "0",
     ]  # fmt: skip

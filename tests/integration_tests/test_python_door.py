@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 from torchtitan import train
 SMALL = {"grpo.allow_uncorrected": True, "training.steps": 2,
-         "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
+         "training.global_batch_size": 64, "inference.num_actors": 1, "eval.num_prompts": 0,
          "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1}
 def digits(completions, **kwargs):
     return [sum(map(str.isdigit, text)) * POINTS for text in completions]

@@ -57,7 +57,7 @@ class Trainers:
                     "--job.config_file", ROOT / "train_configs" / "debug_cpu.toml", "--job.dump_folder", dump,
                     "--model.hf_assets_path", checkpoint,
                     "--training.steps", str(STEPS), "--training.global_batch_size", "32", "--training.threads", "1",
-                    "--checkpoint.enable", "false", "--eval.enable", "false", "--metrics.log_freq", "1",
+                    "--checkpoint.enable", "false", "--eval.num_prompts", "0", "--metrics.log_freq", "1",
                     "--weight_sync.host", sync_host, "--weight_sync.port", str(SYNC),
                     "--inference.servers", f"http://{hosts.addresses['inference']}:{ACTOR}",
                 ],

@@ -37,7 +37,7 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
         Source("game", dataset="guess", environment=Guess, rewards=[], required=False),
         Source("tool", environment={"max_turns": 3}, tools=[add], rewards="arithmetic", weight=0.5),
     ]
-    draft = draft_of(MODEL, {"eval.enable": False})
+    draft = draft_of(MODEL, {"eval.num_prompts": 0})
     draft.set_sources([one.table(tmp_path) for one in sources], "sources")
     configs = dict(source_configs(validated(draft, planning=True)))
     assert load_datasets(configs["own"])[0] + load_datasets(configs["own"])[1]
@@ -62,7 +62,7 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["several.py", "model"])
     runpy.run_path(str(ROOT / "examples" / "real" / "several.py"), run_name="several")
     (((_, settings), named),) = called
-    draft = draft_of(MODEL, {**settings, "eval.enable": False})
+    draft = draft_of(MODEL, {**settings, "eval.num_prompts": 0})
     monkeypatch.syspath_prepend(tmp_path)
     sources = [one for one in named["sources"] if one.name in ("spell_backward", "number_sorting", "chain_sum")]
     assert len(named["sources"]) == 5 and len(sources) == 3

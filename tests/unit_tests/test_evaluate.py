@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,17 @@ def test_single_sets_can_be_chosen_and_options_are_for_all(run: Path, model: Pat
         evaluate.configure(directory, [], ["shrot"])
     with pytest.raises(UserError, match=r"names none \(\[\[eval.set\]\], \[\[source\]\]\)"):
         evaluate.configure(evaluate.Evaluated(str(run / "config.toml"), model), [], ["short"])
+
+
+def test_a_run_that_evaluated_nothing_is_evaluated_on_as_many_prompts_as_others(run: Path, model: Path) -> None:
+    config_file = run / "config.toml"
+    text = re.sub(r"num_prompts = \d+", "num_prompts = 0", config_file.read_text())
+    config_file.write_text(text)
+    assert "num_prompts = 0" in text
+    directory = evaluate.Evaluated(str(config_file), model)
+    assert evaluate.configure(directory, []).eval.num_prompts == 128
+    with pytest.raises(UserError, match=r"eval.num_prompts = 0 evaluates nothing"):
+        evaluate.configure(directory, ["--eval.num_prompts", "0"])
 
 
 def test_students_are_evaluated_without_the_teachers_of_their_sources(run: Path, model: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def eval_configs(config: JobConfig) -> list[tuple[str, JobConfig]]:
 
 def task_configs(config: JobConfig) -> dict[str, JobConfig]:
     """The configuration of every source and every set that is evaluated, by what prompts say of their source."""
-    sets = eval_configs(config) if config.eval.enable else []
+    sets = eval_configs(config) if config.eval.is_used else []
     return {source_name(task_config): task_config for _, task_config in (*source_configs(config), *sets)}
 
 

@@ -130,6 +130,7 @@ OTHER_NAMES: dict[str, str] = {
     "inference.launch": "inference.num_actors (0 for false)",
     "inference.mode": "inference.backend (colocated for colocate)",
     "join_timeout_s": "inference.startup_timeout_s",
+    "eval.enable": "eval.num_prompts (0 for false)",
     "offload_optimizer": 'training.enable_cpu_offload ("optimizer")',
     "weight_sync.delta": "weight_sync.tcp.delta",
     "weight_sync.relay": "weight_sync.tcp.relay",

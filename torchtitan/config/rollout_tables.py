@@ -144,18 +144,15 @@ class Rewards:
 
 @dataclass(config=TABLE)
 class Eval:
-    enable: bool = True
-    """Evaluate on held-out prompts before the first step, periodically and at the end"""
-
     interval: CountOrZero = 100
-    """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
+    """Steps between two evaluations, besides those before the first step and at the end; 0: only these two"""
 
     dataset: PathText = ""
     """Held-out prompts, named like rollout.dataset, but of a Hugging Face dataset the split test if the name has none;
     empty uses the held-out share of rollout.dataset"""
 
-    num_prompts: Count = 128
-    """Prompts per evaluation"""
+    num_prompts: CountOrZero = 128
+    """Held-out prompts per evaluation; 0 evaluates nothing"""
 
     samples_per_prompt: Count = 4
     """Sampled completions per prompt; pass@k is reported for the powers of two up to this"""
@@ -177,6 +174,11 @@ class Eval:
 
     timeout_s: Positive = 300.0
     """Deadline of one evaluation; if it passes, the evaluation is logged as missing and training goes on"""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run evaluates anything."""
+        return self.num_prompts > 0
 
 
 RUNTIMES = ("subprocess", "docker", "podman", "apptainer", "prime", "modal", "e2b")

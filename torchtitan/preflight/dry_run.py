@@ -67,6 +67,10 @@ def _without_environment(config: JobConfig) -> str:
     return "" if used else "there are no environment.factory, tools, agent or verifiers"
 
 
+def _without_evaluation(config: JobConfig) -> str:
+    return "" if config.eval.is_used else "eval.num_prompts is 0"
+
+
 def _without_adapters(config: JobConfig) -> str:
     return "" if config.lora.rank else "lora.rank is 0"
 
@@ -81,7 +85,7 @@ def _without_reference(config: JobConfig) -> str:
 
 SWITCHES = frozenset(
     {
-        "compile.enable", "eval.enable", "lora.rank", "checkpoint.enable",
+        "eval.num_prompts", "lora.rank", "checkpoint.enable",
         "environment.factory", "environment.tools", "environment.agent", "environment.verifiers.id",
     }
 )  # fmt: skip
@@ -90,9 +94,8 @@ SWITCHES = frozenset(
 FEATURES: tuple[tuple[tuple[str, ...], Callable[[JobConfig], str]], ...] = (
     (("sft.",), _unless("job.stage", "sft")),
     (("distill.",), _unless("job.stage", "distill")),
-    (("eval.",), _unless("eval.enable", True)),
+    (("eval.",), _without_evaluation),
     (("lora.",), _without_adapters),
-    (("compile.",), _unless("compile.enable", True)),
     (("environment.",), _without_environment),
     (("inference.", "rewards.num_workers", "rewards.timeout_s"), _without_engines),
     (("checkpoint.interval", "checkpoint.async_mode", "checkpoint.keep_latest_k"), _unless("checkpoint.enable", True)),

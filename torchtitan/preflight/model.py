@@ -254,8 +254,8 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
 def check_stage(check: Check) -> None:
     """Check [sft], [distill] and keys that the stage does not use."""
     config = check.config
-    text = "needs evaluations that sample: eval.enable = true, and sft.sample = true in stage sft"
-    check.refuse("eval.stop_at", config.eval.stop_at and not (config.eval.enable and has_engines(config)), text)
+    text = "needs evaluations that sample: eval.num_prompts > 0, and sft.sample = true in stage sft"
+    check.refuse("eval.stop_at", config.eval.stop_at and not (config.eval.is_used and has_engines(config)), text)
     if config.job.stage == "sft":
         _check_sft(check)
     else:
@@ -289,7 +289,7 @@ def _check_sft(check: Check) -> None:
     shared = config.inference.spec.in_ranks or config.inference.sleep_level > 0
     text = "needs actors that do not sleep: training steps do not wait for them"
     refuse("sft.sample", config.sft.sample and shared, text)
-    refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")
+    refuse("sft.sample", config.sft.sample and not config.eval.is_used, "needs eval.num_prompts > 0")
     judged = config.rewards.functions or config.eval.reward_function
     refuse("rewards.functions", config.sft.sample and not judged, "sft.sample = true needs one that judges the samples")
 
@@ -326,7 +326,7 @@ def _check_distill(check: Check) -> None:
         text = "must be 1, with top_k = 0 and min_p = 0, with distill.server.url: a server ignores truncation"
         refuse("rollout.top_p", cut, text)
     functions = config.rewards.functions or config.eval.reward_function or config.environment.is_used
-    refuse("eval.enable", config.eval.enable and not functions, "must be false without [rewards] functions to judge")
+    refuse("eval.num_prompts", config.eval.is_used and not functions, "must be 0 without [rewards] functions to judge")
     if distill.teacher and not check.planning:
         _check_teacher(check, config)
 

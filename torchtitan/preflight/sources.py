@@ -28,6 +28,8 @@ def check_sources(check: Check) -> None:
         if source_name and source_name not in known:
             text = f"there is no such source{nearest(source_name, known)}"
             check.say("eval.set", f"[[eval.set]] {eval_set['name']}: source = {source_name!r}: {text}")
+        if eval_set.get("eval.num_prompts") == 0:
+            check.say("eval.set", f"[[eval.set]] {eval_set['name']}: num_prompts = 0: leave the set out instead")
     grpo = check.config.grpo
     observes = grpo.observation_coefficient > 0
     without = not any(source_config.environment.is_used for _, source_config in source_configs(check.config))
@@ -72,7 +74,7 @@ def _problems(config: JobConfig) -> list[str]:
     ]
     if 0 < sum(source.epochs is not None for source in sources) < len(sources):
         texts.append("either all sources have epochs, or none: their shares are compared with each other")
-    if config.eval.enable and config.eval.dataset and len(sources) > 1 and not config.eval.set:
+    if config.eval.is_used and config.eval.dataset and len(sources) > 1 and not config.eval.set:
         texts.append(
             "eval.dataset must be empty beside several sources: each has its own eval.dataset, or its held-out share"
         )

@@ -330,7 +330,7 @@ def _check_rollout(check: Check) -> None:
     if evaluation.dataset:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"
-        check.refuse("eval.dataset", evaluation.enable and _evaluates_training_data(config), text)
+        check.refuse("eval.dataset", evaluation.is_used and _evaluates_training_data(config), text)
     text = "needs rewards to learn from, which this job.stage does not have"
     check.refuse("rollout.sampler", rollout.sampler and not learns_from_rewards(config), text)
     if ":" in rollout.sampler and (problem := _own_function_problem(rollout.sampler, "rollout.sampler")):
@@ -395,7 +395,7 @@ def _check_rewards(check: Check) -> None:
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     _check_isolation(check, "rewards.sandbox", rewards.sandbox)
-    judge = evaluation.reward_function if evaluation.enable else ""
+    judge = evaluation.reward_function if evaluation.is_used else ""
     if judge not in ("", check.config.environment.reward_name, *functions):
         columns = _columns(check, evaluation.dataset or dataset)
         if problem := reward_problem(judge) or reward_call_problem(judge, columns, is_used):
@@ -474,10 +474,10 @@ def _use_problem(check: Check, key: str, name: str) -> str | None:
 
 def _check_evaluation(check: Check) -> None:
     evaluation = check.config.eval
-    if not evaluation.enable:
+    if not evaluation.is_used:
         return
     nothing_left = not evaluation.dataset and check.config.rollout.held_out_fraction == 0
-    text = "must be greater than 0 if eval.enable = true and eval.dataset is empty"
+    text = "must be greater than 0 if eval.dataset is empty, or eval.num_prompts must be 0"
     check.refuse("rollout.held_out_fraction", nothing_left, text)
 
 

@@ -209,11 +209,11 @@ class Controller:
         self._evaluators: dict[str, Evaluator] = {}
         self._due: dict[str, Evaluator] = {}
         """The sets of the current evaluation"""
-        self._held_out = self.demonstrations.held_out() if self.demonstrations and self.config.eval.enable else None
+        self._held_out = self.demonstrations.held_out() if self.demonstrations and self.config.eval.is_used else None
         """Demonstrations whose loss evaluations compute"""
         self._loss: dict[str, Figure] = {}
         """The loss of the current evaluation"""
-        if self.rollouts is not None and self.config.eval.enable:
+        if self.rollouts is not None and self.config.eval.is_used:
             self._evaluators = {
                 name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, self.events)
                 for (name, _), task in zip(eval_configs(self.config), self.rollouts.sets, strict=True)
@@ -439,7 +439,7 @@ class Controller:
             if self._is_due(version, evaluator.config.eval.interval)
         }
         regular = bool(self._due) if self._evaluators else self._is_due(version, self.config.eval.interval)
-        self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated
+        self._evaluation_due = self.config.eval.is_used and regular and version not in self._evaluated
 
     def _is_due(self, version: int, interval: int) -> bool:
         regular = interval > 0 and version % interval == 0

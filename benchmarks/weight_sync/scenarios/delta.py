@@ -54,7 +54,7 @@ def train(folder: Path, model: Path, settings: dict[str, object]) -> Path:
         "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu.toml",
         "model.hf_assets_path": model,
         "metrics.loggers": "[]",
-        "eval.enable": "false",
+        "eval.num_prompts": 0,
     }
     return train_beside(folder, {**usual, **settings})
 

@@ -104,6 +104,7 @@ def test_without_sets_there_is_one_for_each_source() -> None:
             'name = "x"\nsamples_per_prompt = 0',
             r'\[\[eval.set\]\] "x": eval.samples_per_prompt = 0 is not allowed: must be at least 1',
         ),
+        ('name = "x"\nnum_prompts = 0', r"x: num_prompts = 0: leave the set out instead"),
         ('name = "x"\ndataset = "arithmetic"', r"x: eval.dataset = .* must not be the prompts of training"),
         ('name = "x"\nreward_function = "nothing"', r"x: eval.reward_function: unknown reward function"),
         ('name = "x"\nenvironment = { turns = 2 }', r'"x": unknown key environment.turns = 2'),

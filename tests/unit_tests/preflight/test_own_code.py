@@ -170,9 +170,9 @@ def slip(config: JobConfig) -> JobConfig:
     ("config", "overrides", "said"),
     [
         (lambda: "nope.toml", {}, ['"nope.toml" does not exist']),
-        (lambda: {"trainin": {}, "eval": {"enable": 1}}, {}, ["config: unknown table", "eval.enable = 1"]),
+        (lambda: {"trainin": {}, "eval": {"greedy": 1}}, {}, ["config: unknown table", "eval.greedy = 1"]),
         (lambda: {"model.hf_asets_path": "x"}, {}, ['config: unknown key model.hf_asets_path = "x" (nearest: ']),
-        (dict, {"training.stepz": 1, "eval.enable": "no"}, ["overrides: unknown key training.stepz", '"no"']),
+        (dict, {"training.stepz": 1, "eval.greedy": "no"}, ["overrides: unknown key training.stepz", '"no"']),
         (lambda: slip(JobConfig()), {}, ["unknown key training.stepz", "grpo.group_size = 1 is not allowed"]),
         (lambda: replace(JobConfig(), training={"stepz": 1}, eval=3), {}, ["key training.stepz", "eval = 3 must be"]),
         (lambda: "debug_cpu", {"training.steps": 0}, ["overrides: training.steps = 0 is not allowed"]),

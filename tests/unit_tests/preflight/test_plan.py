@@ -48,14 +48,14 @@ def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixtu
 def test_dry_run_names_keys_whose_feature_is_not_in_use(
     write_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = "[sft]\nloss_on = 'all'\n[inference.vllm]\nmemory_gb = 1\n[eval]\nenable = false\nnum_prompts = 8\n"
+    more = "[sft]\nloss_on = 'all'\n[inference.vllm]\nmemory_gb = 1\n[eval]\nnum_prompts = 0\ninterval = 8\n"
     more += "[[source]]\nname = 'sums'\n"
     assert main([*write_config(more=more), "--dry-run", "--environment.max_turns", "3"]) == 0
     printed = capsys.readouterr().out
     _, _, notes = printed.partition("# Set, but without effect in this run:\n")
     notes, _, settings = notes.partition("\n\n")
     assert [note.partition(" = ")[0].split()[-1] for note in notes.splitlines()] == [
-        "sft.loss_on", "inference.vllm.memory_gb", "eval.num_prompts", "environment.max_turns"
+        "sft.loss_on", "inference.vllm.memory_gb", "eval.interval", "environment.max_turns"
     ]  # fmt: skip
     assert 'inference.vllm.memory_gb = 1: inference.backend is "embedded"' in notes
     assert '[[source]]\nname = "sums"\n' in settings

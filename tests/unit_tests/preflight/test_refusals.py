@@ -47,7 +47,7 @@ my.toml | 'my.toml' stands without a key: --job.config_file my.toml, or CONFIG_F
 oops | 'oops' does not belong to any
 --training.steps many | training.steps = many | takes an integer
 --model.name qwen4 | model.name = qwen4 | llama3 | nearest: qwen
---eval.enable maybe | eval.enable = maybe | true or false
+--eval.greedy maybe | eval.greedy = maybe | true or false
 --grpo.group_size 1 | grpo.group_size = 1 | at least 2
 --grpo.group_size 5 | global_batch_size = 32 | divisible by grpo.group_size = 5
 --grpo.num_minibatches 3 | grpo.num_minibatches = 3 | 4 groups
@@ -197,7 +197,7 @@ IN_THE_FILE: dict[str, list[str]] = {
     "[optimizer]\nlr = 'fast'\n": ['optimizer.lr = "fast"', "takes a number"],
     "[weight_sync]\nnum_slots = true\n": ["num_slots = true", "takes an integer"],
     "[weight_sync]\nnum_slots = 3.0\n": ["num_slots = 3.0", "takes an integer"],
-    "[eval]\nenable = 1\n": ["eval.enable = 1", "true or false"],
+    "[eval]\ngreedy = 1\n": ["eval.greedy = 1", "true or false"],
     "[rewards]\nfunctions = 'accuracy'\n": ["rewards.functions", "a list"],
     "[lora]\nmodules_to_save = ['x', 1]\n": ["lora.modules_to_save", "each element a string"],
     "[compile]\n[lr_scheduler]\ndecay_type = 'cosin'\n": ['"cosin"', "linear", "nearest: cosine"],
@@ -218,7 +218,7 @@ IN_THE_FILE: dict[str, list[str]] = {
 HINTED = "--job.stage distill --distill.divergence jsd --distill.hint "
 OF_HINTS = """
 answer --environment.factory tests.unit_tests.rollout.environment_examples:Counter | distill.hint | single-turn
-success --rewards.functions [] --eval.enable false | distill.hint | scores
+success --rewards.functions [] --eval.num_prompts 0 | distill.hint | scores
 success --environment.agent tests.agent_examples:play --rewards.functions [] | distill.hint | agent
 answer --lora.rank 4 --grpo.reference_ema_decay 0.9 | lora.rank
 """
@@ -269,13 +269,13 @@ def test_what_bounds_off_policy_tokens_may_start(write_config: WriteConfig, word
 
 
 def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) -> None:
-    arguments = write_config(more="[optimzer]\nlr = 1.0\n[eval]\nenable = 'yes'\n")
+    arguments = write_config(more="[optimzer]\nlr = 1.0\n[eval]\ngreedy = 'yes'\n")
     words = ["--training.step", "4", "--training.seed", "x", "--weight_sync.num_slots", "0", "--grpo.group_size", "3"]
     with pytest.raises(ConfigError) as caught:
         load_config([*arguments, *words])
     problems = caught.value.problems
     assert caught.value.exit_code == 2
-    keys = ["optimzer", "eval.enable", "--training.step ", "training.seed", "num_slots", "group_size = 3"]
+    keys = ["optimzer", "eval.greedy", "--training.step ", "training.seed", "num_slots", "group_size = 3"]
     assert len(problems) == len(keys)
     for key in keys:
         assert any(key in problem for problem in problems)
@@ -456,7 +456,7 @@ def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: 
         load_config([*arguments, "--rollout.replay", "run", "--lora.rank", "4", "--lora.base_bits", "4"])
     Path("checkpoint/tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="no tokenizer.json"):
-        load_config([*arguments, "--rollout.replay", "run", "--eval.enable", "false"])
+        load_config([*arguments, "--rollout.replay", "run", "--eval.num_prompts", "0"])
 
 
 def test_the_same_dataset_with_another_split_is_a_fair_evaluation(

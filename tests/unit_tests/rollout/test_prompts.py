@@ -213,9 +213,9 @@ def test_the_reward_of_the_evaluation_needs_its_column_too(tmp_path: Path) -> No
     config.eval.reward_function = "exact_match"
     with pytest.raises(UserError, match="rollout.dataset.*no column 'answer'"):
         load_datasets(config)
-    config.eval.enable = False
+    config.eval.num_prompts = 0
     load_datasets(config)
-    config.eval.enable, config.eval.dataset = True, write_jsonl(tmp_path / "b.jsonl", {"prompt": "c"})
+    config.eval.num_prompts, config.eval.dataset = 1, write_jsonl(tmp_path / "b.jsonl", {"prompt": "c"})
     with pytest.raises(UserError, match="eval.dataset.*no column 'answer'"):
         load_datasets(config)
     config.eval.dataset = write_jsonl(tmp_path / "b.jsonl", {"prompt": "c", "answer": "1"})

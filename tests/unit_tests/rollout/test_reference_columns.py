@@ -116,7 +116,7 @@ def test_unreadable_references_are_refused_or_named(
 ) -> None:
     rows = [{"prompt": str(i), "answer": reference} for i, reference in enumerate(references)]
     config = make_config(dataset=write_jsonl(tmp_path / "a.jsonl", *rows))
-    config.rewards.functions, config.eval.enable, config.rollout.held_out_fraction = [function], False, 0.0
+    config.rewards.functions, config.eval.num_prompts, config.rollout.held_out_fraction = [function], 0, 0.0
     if refused:
         with pytest.raises(UserError, match=rf"2 of 2 references are nothing that {function} can read \(rows 1, 2"):
             load_datasets(config)

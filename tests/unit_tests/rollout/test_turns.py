@@ -178,7 +178,7 @@ def test_ends_of_turns_that_do_not_stop_sampling_are_warned_of(
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n{"messages": "Hi"}\n')
     config = make_config(tmp_path)
     config.rollout.dataset, config.rewards.functions = str(tmp_path / "rows.jsonl"), []
-    config.rollout.held_out_fraction, config.eval.enable = 0.0, False
+    config.rollout.held_out_fraction, config.eval.num_prompts = 0.0, 0
     with caplog.at_level(logging.WARNING):
         load_datasets(config, PromptMaker(config, tokenizer).renderer)
     assert [record.getMessage().count(f"ends turns with {end!r}") for record in caplog.records] == [1] * bool(end)
@@ -209,7 +209,7 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
     (tmp_path / "rows.jsonl").write_text(chat % "null")
     config = make_config(tmp_path)
     config.rollout.dataset, config.rewards.functions = str(tmp_path / "rows.jsonl"), []
-    config.rollout.held_out_fraction, config.eval.enable = 0.0, False
+    config.rollout.held_out_fraction, config.eval.num_prompts = 0.0, 0
     config.environment.tools = ["my.tools:weather"]
 
     class Quiet(SimpleNamespace):

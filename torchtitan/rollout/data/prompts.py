@@ -59,7 +59,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     rollout, evaluation = config.rollout, config.eval
     # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
-    judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
+    judging = {judging_reward(config)} if evaluation.is_used and has_engines(config) else set()
     rows = _with_chats(load_rows(rollout.dataset), config, rollout.dataset, "rollout.dataset")
     if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
         renderer.warn_of_ends()

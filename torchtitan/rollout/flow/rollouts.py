@@ -156,7 +156,7 @@ class Rollouts:
         """One for each source, in their order"""
         self.sets = self.tasks
         """What is evaluated, in the order of eval_configs()"""
-        if config.eval.enable and config.eval.set:
+        if config.eval.is_used and config.eval.set:
             self.sets = [
                 SourceTask(
                     set_config, pool, rewards, tokenizer, epoch, backends.get(source_name(set_config), EpisodeBackend())
