@@ -42,7 +42,7 @@ def work(folder: Path, quick: bool) -> None:
     from torchtitan.trainer.optimizer import build_optimizer
 
     torch.set_num_threads(1)
-    device.init_process_group(Comm(init_timeout_seconds=300, train_timeout_seconds=RUN_SECONDS))
+    device.init_process_group(Comm(train_timeout_seconds=RUN_SECONDS))
     config = JobConfig()
     config.model.hf_assets_path = str(folder / "model")
     policy = build_policy(config, ParallelDims(1, device.world_size(), 1, device.world_size(), device.rank()))

@@ -152,7 +152,7 @@ def _rank(job: dict[str, Any], rank: int, folder: Path) -> None:
 
     module, name = job["function"].split(":")
     torch.set_num_threads(1)
-    device.init_process_group(Comm(init_timeout_seconds=60))
+    device.init_process_group(Comm())
     result = getattr(importlib.import_module(module), name)(**job["kwargs"])
     (folder / f"{rank}.json").write_text(json.dumps(result))
     device.shutdown()

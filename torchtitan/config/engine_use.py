@@ -53,6 +53,13 @@ def sleeps_between_batches(config: JobConfig) -> bool:
     return has_engines(config) and not config.inference.spec.in_ranks and config.inference.sleep_level > 0
 
 
+def blocking_timeout_s(config: JobConfig) -> float:
+    """In blocking mode, how long a step waits for live actors to have its version. The other ranks wait in a collective
+    meanwhile: the last quarter of its time is for the next command, and actors that sleep need some to wake up."""
+    wakes_s = config.inference.sleep_timeout_s if sleeps_between_batches(config) else 0.0
+    return 0.75 * config.comm.train_timeout_seconds - wakes_s
+
+
 def verification(config: JobConfig) -> str:
     """What weight_sync.verify means for this run: digest, probe or off."""
     chosen = config.weight_sync.verify

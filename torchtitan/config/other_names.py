@@ -131,6 +131,7 @@ OTHER_NAMES: dict[str, str] = {
     "inference.mode": "inference.backend (colocated for colocate)",
     "join_timeout_s": "inference.startup_timeout_s",
     "eval.enable": "eval.num_prompts (0 for false)",
+    "comm.init_timeout_seconds": "comm.train_timeout_seconds (1.5 × as long, at least 300 s)",
     "offload_optimizer": 'training.enable_cpu_offload ("optimizer")',
     "weight_sync.delta": "weight_sync.tcp.delta",
     "weight_sync.relay": "weight_sync.tcp.relay",

@@ -407,9 +407,6 @@ class WeightSync:
     """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB that the
     actor writes (with lora, of the whole model)"""
 
-    blocking_timeout_s: Positive = 60.0
-    """With grpo.async_weight_update = false: longest wait for all live actors"""
-
     progress_timeout_s: ClassVar[float] = 5.0
     """A transfer that has moved no byte for this long is requested again, over new connections"""
 

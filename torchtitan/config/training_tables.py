@@ -99,7 +99,7 @@ class Compile:
     enable: bool = False
     """torch.compile every decoder layer"""
 
-    backend: str = "inductor"
+    backend: ClassVar[str] = "inductor"
     """Backend of torch.compile"""
 
 
@@ -140,11 +140,14 @@ class Parallelism:
 
 @dataclass(config=TABLE)
 class Comm:
-    init_timeout_seconds: Count = 300
-    """Deadline of the first collective"""
-
     train_timeout_seconds: Count = 120
-    """Deadline of every later collective"""
+    """Deadline of every collective; the first one may take half as long again, and at least 300 s"""
+
+    @property
+    def init_timeout_seconds(self) -> float:
+        """Deadline of the first collective. It is longer than the others because ranks that are started again wait
+        here for machines that have not noticed yet, by a collective that fails, that ranks of another are lost."""
+        return max(300.0, 1.5 * self.train_timeout_seconds)
 
 
 @dataclass(config=TABLE)

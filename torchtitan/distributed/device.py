@@ -120,8 +120,8 @@ def init_process_group(comm: Comm) -> str:
         if _restarts():
             raise  # the launcher may retry
         raise UserError(
-            f"rank {rank()} of {world_size()}: the ranks did not come together within comm.init_timeout_seconds = "
-            f"{comm.init_timeout_seconds}: {error}{f' (this rank is at {address})' if address else ''}"
+            f"rank {rank()} of {world_size()}: the ranks did not come together within {comm.init_timeout_seconds:g} s: "
+            f"{error}{f' (this rank is at {address})' if address else ''}"
         ) from error
     finally:
         signal.signal(signal.SIGINT, handler)

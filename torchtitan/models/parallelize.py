@@ -35,7 +35,6 @@ from torchtitan.config.teachers import keeps_initial_adapters
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import ParallelDims, local_region
-from torchtitan.errors import UserError, nearest
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.head.logprob_head import VocabularyPart
 from torchtitan.models.hf_checkpoint import load_adapter, load_into
@@ -269,12 +268,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
 
 def _compiled(forward: Callable[..., torch.Tensor], backend: str, full_graph: bool) -> Callable[..., torch.Tensor]:
     """Compile a layer's forward as one graph (without graph breaks if `whole`), shared by all layers that are alike."""
-    try:
-        compiled = torch.compile(forward, backend=backend, fullgraph=full_graph)
-    except torch._dynamo.exc.InvalidBackend as error:
-        known = torch.compiler.list_backends()
-        names = ", ".join(known) + nearest(backend, known)
-        raise UserError(f"compile.backend = {backend!r} must be one of {names}") from error
+    compiled = torch.compile(forward, backend=backend, fullgraph=full_graph)
 
     def run(
         x: torch.Tensor, rotary: RotaryTables | None, attend: PackedAttention, routing: Routing | None = None

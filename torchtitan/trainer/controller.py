@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.config.engine_use import sleeps_between_batches
+from torchtitan.config.engine_use import blocking_timeout_s, sleeps_between_batches
 from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -345,7 +345,7 @@ class Controller:
         self._decide(version, published)
         self._newest = version if published else self._newest
         if published and self.sync is not None and not self.config.grpo.async_weight_update:
-            outcome = self.sync.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
+            outcome = self.sync.wait_until_applied(version, blocking_timeout_s(self.config))
             for actor, reason in outcome.missing.items():
                 self.events.write(
                     "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason

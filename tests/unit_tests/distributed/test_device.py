@@ -77,7 +77,7 @@ def test_variables_that_torchrun_would_not_set_so_are_named(
     for name, value in {**plain, addresses.GLOO_VARIABLE: "lo", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=named):
-        device.init_process_group(Comm(init_timeout_seconds=1))
+        device.init_process_group(Comm())
         device.rank()
 
 
@@ -89,7 +89,7 @@ def test_ranks_of_three_machines_are_numbered_by_node_meet_and_say_where(tmp_pat
         "import os, sys\n"
         "from torchtitan.config.job_config import Comm\n"
         "from torchtitan.distributed import device\n"
-        "address = device.init_process_group(Comm(init_timeout_seconds=60))\n"
+        "address = device.init_process_group(Comm())\n"
         "open(f'{sys.argv[1]}/{device.rank()}', 'a').write(f'{os.environ[\"GROUP_RANK\"]} at {address}, ')\n"
         "os._exit(75 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
     )

@@ -90,7 +90,7 @@ def test_ctrl_c_while_a_program_is_imported_shows_no_traceback(program: str, imp
 @pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
     program = "from torchtitan.config.job_config import Comm\nfrom torchtitan.distributed import device\n"
-    program += f"device.init_process_group(Comm(init_timeout_seconds={10 * PATIENCE_S:.0f}))"
+    program += f"device.init_process_group(Comm(train_timeout_seconds={10 * PATIENCE_S:.0f}))"
     port = free_ports(1)
     launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = subprocess.Popen(

@@ -156,7 +156,7 @@ import os, pathlib, sys, time
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed import device
 folder, ranks = pathlib.Path(sys.argv[1]), os.environ["WORLD_SIZE"]
-device.init_process_group(Comm(init_timeout_seconds=60))
+device.init_process_group(Comm())
 names = ("RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHTITAN_LOST_RANK")
 with open(folder / f"ranks-{sys.argv[2]}", "a") as file:
     file.write(" ".join([ranks, *(os.environ.get(name, "-") for name in names)]) + chr(10))

@@ -27,7 +27,7 @@ import os, sys, torch
 import torch.distributed as dist
 from torchtitan.config.job_config import Comm
 from torchtitan.distributed import device
-device.init_process_group(Comm(init_timeout_seconds=120))
+device.init_process_group(Comm())
 number = torch.tensor([float(device.rank() + 1)])
 dist.all_reduce(number)
 print("sum", number.item(), os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ.get("TORCHTITAN_LOST_RANK"))

@@ -306,7 +306,7 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "load_format": "dummy",
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": inference.engine.tensor_parallel_size,
-        "distributed_timeout_seconds": config.comm.init_timeout_seconds,
+        "distributed_timeout_seconds": round(config.comm.init_timeout_seconds),
         "dtype": inference.dtype,
         # Equal within a tensor-parallel group, whose ranks must draw alike; every sample also has its own seed.
         "seed": config.training.seed % 2**32,

@@ -165,8 +165,8 @@ class Replica:
         hangs in the driver cannot be interrupted. The first one allocates pinned memory, so it may take longer."""
         first = what not in self._has_done
         seconds = self._comm.init_timeout_seconds if first else self._comm.train_timeout_seconds
-        key = f"comm.{'init' if first else 'train'}_timeout_seconds"
-        text = f"vLLM in this rank's process did not {what} within {seconds} s ({key}): this rank ends. It was here:"
+        text = f"vLLM in this rank's process did not {what} within {seconds:g} s, after which other ranks give up too "
+        text += "(comm.train_timeout_seconds): this rank ends. It was here:"
         timer = threading.Timer(seconds, _end_rank, [text])
         timer.daemon = True
         timer.start()
