@@ -34,10 +34,11 @@ from torchtitan.config.engines import engine_names
 from torchtitan.config.evaluations import EVAL_KEYS, eval_configs
 from torchtitan.config.job_config import Eval, JobConfig
 from torchtitan.config.reading import PLACE, read_command_line
+from torchtitan.config.run_folders import CHECKPOINTS
 from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import follow_commands
-from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, with_shipped
+from torchtitan.models.shape.exports import newest_export, with_shipped
 from torchtitan.preflight.hub import download, hub_model
 from torchtitan.preflight.validate import ready
 from torchtitan.report.curves import evaluation_table
@@ -50,7 +51,7 @@ from torchtitan.utils.ranks import from_torchrun
 RESULT_FILE = "evaluation.json"
 # What an evaluation has no use for, or must not touch. Nothing waits for it, so it may take longer than in a run.
 FIXED: dict[str, str] = {
-    "checkpoint.enable": "false", "checkpoint.resume": "", "checkpoint.load_step": "-1", "rollout.replay": "",
+    "checkpoint.enable": "false", "checkpoint.resume": "", "rollout.replay": "",
     "eval.stop_at": "0", "eval.timeout_s": "3600", "sft.epochs": "0", "grpo.kl_coefficient": "0",
     "metrics.loggers": "[]", "metrics.live_port": "0",
     "metrics.profile_freq": "0",

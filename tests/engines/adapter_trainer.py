@@ -37,8 +37,10 @@ class AdapterTrainer(Trainer):
         initialize_adapters(self.policy, 0)
         parameters = synced_parameters(self.policy)
         self.bytes = sum(tensor.nbytes for tensor in parameters.values())
+        config = WeightSyncConfig()
+        config.bucket_bytes = 16 * 1024
         self.sync = WeightSync(
-            WeightSyncConfig(bucket_bytes=16 * 1024), parameters,
+            config, parameters,
             epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype,
         )  # fmt: skip
         self.version, self._dtype = -1, getattr(torch, dtype)

@@ -52,11 +52,10 @@ class Trainer:
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         # Small enough for a version of several buckets.
-        values = {"bucket_bytes": 256 * 1024, **changes}
+        config = WeightSyncConfig(**changes)
+        config.bucket_bytes = 256 * 1024
         parameters = unique_parameters(dict(self.model.named_parameters()))
-        self.sync = WeightSync(
-            WeightSyncConfig(**values), parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype
-        )
+        self.sync = WeightSync(config, parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype)
         self.version, self._dtype = -1, getattr(torch, dtype)
 
     def publish(self) -> int:

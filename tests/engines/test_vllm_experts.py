@@ -37,8 +37,10 @@ class MixtureTrainer(Trainer):
         if adapters:
             add_adapters(self.policy, Lora(**SETTINGS))
             self.randomize = randomize_adapters
+        config = WeightSyncConfig()
+        config.bucket_bytes = 256 * 1024
         self.sync = WeightSync(
-            WeightSyncConfig(bucket_bytes=256 * 1024), synced_parameters(self.policy),
+            config, synced_parameters(self.policy),
             epoch=self.epoch, token=self.token, run_dir=folder, dtype="float32",
         )  # fmt: skip
         self.version = -1

@@ -44,7 +44,8 @@ def publish(model: str, folder: str, dtype: str, versions: int) -> float:
         "world_size": dist.get_world_size(),
         "dtype": dtype,
     }
-    config = WeightSyncConfig(bucket_bytes=128 * 1024)
+    config = WeightSyncConfig()
+    config.bucket_bytes = 128 * 1024
     if rank == 0:
         sync = WeightSync(config, parameters, **options)  # type: ignore[arg-type]
         place[0] = sync.registry_address

@@ -25,7 +25,8 @@ from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 folder, held = Path(sys.argv[1]), []
 weight = torch.arange(100_000, dtype=torch.float32)
-table = Table(transport="spool", bucket_bytes=65536)
+table = Table(transport="spool")
+table.bucket_bytes = 65536
 sync = WeightSync(table, {"w": weight}, epoch="e1", token="secret", run_dir=folder)
 apply = lambda staged: held.append([staged.version, bool(torch.equal(staged.tensors["w"][:], weight))])
 actor = SyncActor(sync.registry_address, "actor-0", "e1", role_key("secret", ACTOR, "actor-0"), apply)

@@ -50,7 +50,8 @@ class Trainer:
     def __init__(self, checkpoint: Path, folder: Path, epoch: str = "e", bucket_bytes: int = 1 << 16):
         self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
         self.live = {name: one.clone() for name, one in self.base.items()}
-        config = WeightSyncConfig(bucket_bytes=bucket_bytes)
+        config = WeightSyncConfig()
+        config.bucket_bytes = bucket_bytes
         self.publication = WeightSync(config, self.live, epoch=epoch, token=TOKEN, run_dir=folder)
         key, registry = role_key(TOKEN, ACTOR, "actor-0"), self.publication.registry_address
         self.connect = {"registry": registry, "actor": "actor-0", "epoch": epoch, "key": key}

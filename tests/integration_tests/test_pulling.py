@@ -100,7 +100,8 @@ class Job:
             transport = "disk" if "disk" in transport else "tcp"
         self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
         self.relays = "relay_fanout" in changes
-        config = WeightSyncConfig(transport=transport, port=port, bucket_bytes=64 * 1024)
+        config = WeightSyncConfig(transport=transport, port=port)
+        config.bucket_bytes = 64 * 1024
         vars(config).update({"progress_timeout_s": 1.5, **changes})
         vars(config.table).update(table, relay=self.relays)
         self.chunks = mock.patch.multiple(nccl, CHUNK_BYTES=chunk_bytes, CHUNK_SECONDS=chunk_seconds)

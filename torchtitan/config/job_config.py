@@ -68,9 +68,6 @@ class Job:
     """What the policy learns from: demonstrations (sft: supervised fine-tuning), rewards (grpo), or a teacher's
     log-probs of the policy's own samples (distill: on-policy distillation)"""
 
-    description: str = ""
-    """One line about the job, printed at the start and in the report"""
-
 
 Loggers = Annotated[
     list[str], Must(lambda names: set(names) <= {"tensorboard", "wandb"}, "each must be tensorboard or wandb")
@@ -112,10 +109,8 @@ class Checkpoint:
     """Number of checkpoints to keep; 0 keeps all"""
 
     resume: PathText = ""
-    """Run folder to resume from (at its latest complete checkpoint), or `latest`; the run continues in that folder"""
-
-    load_step: Annotated[int, Range(-1)] = -1
-    """With resume: the step to load; -1 is the latest complete checkpoint"""
+    """Run folder to resume from, at its latest complete checkpoint, or `latest`; or one of its checkpoints, as
+    RUN/checkpoint/step-N. The run continues in that folder"""
 
     last_save_in_hf: bool = True
     """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""

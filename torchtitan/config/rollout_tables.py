@@ -56,12 +56,10 @@ class Rollout:
     chat_template_kwargs: Options = field(default_factory=dict)
     """Variables for the chat template, wherever it is applied: {enable_thinking = false} (Qwen3)"""
 
-    shuffle: bool = True
-    """Reshuffle the prompts in every pass, seeded by training.seed"""
-
-    sampler: Annotated[str, Names(("", "variance"), own_function=True)] = ""
-    """Which prompts are drawn: all of them in turn (empty), more often those whose groups differ in their rewards
-    (variance), or by weights of your own function, as package.module:function (docs/sources.md)"""
+    sampler: Annotated[str, Names(("shuffle", "in_order", "variance"), own_function=True)] = "shuffle"
+    """Which prompts are drawn: all of them in every pass, in a new order (shuffle, seeded by training.seed) or as they
+    stand (in_order), more often those whose groups differ in their rewards (variance), or by weights of your own
+    function, as package.module:function (docs/sources.md)"""
 
     held_out_fraction: ShareBelowOne = 0.1
     """Share of the dataset kept out of training, for evaluation if eval.dataset is empty"""
@@ -96,6 +94,16 @@ class Rollout:
     journal_max_mb: CountOrZero = 0
     """MiB of the run's own record; above it the oldest steps are dropped, down to half, but none that ranks would train
     on again after a restart. Such a run cannot be replayed. 0 keeps all"""
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether a pass over all prompts has an order of its own."""
+        return self.sampler != "in_order"
+
+    @property
+    def draws_by_results(self) -> bool:
+        """Whether the rewards of groups decide which prompts are drawn."""
+        return self.sampler not in ("shuffle", "in_order")
 
 
 @dataclass(config=TABLE)
@@ -400,12 +408,12 @@ class WeightSync:
     """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each
     further slot holds an older version that slow actors are still pulling"""
 
-    bucket_bytes: Annotated[int, Range(1024, 2**30)] = 16 * 1024 * 1024
-    """Bytes of one checksummed bucket; more for a version of which a rank would send more than about 4,096 buckets"""
-
     apply_timeout_s: NotNegative = 0.0
     """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB that the
     actor writes (with lora, of the whole model)"""
+
+    bucket_bytes: ClassVar[int] = 16 * 1024 * 1024
+    """Bytes of one checksummed bucket; more for a version of which a rank would send more than about 4,096 buckets"""
 
     progress_timeout_s: ClassVar[float] = 5.0
     """A transfer that has moved no byte for this long is requested again, over new connections"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
@@ -10,6 +11,10 @@ from torchtitan.utils.child_process import LAUNCH_VARIABLE
 
 # The link to the newest run, in job.dump_folder.
 LATEST = "latest"
+# The folder of a run that has its checkpoints.
+CHECKPOINTS = "checkpoint"
+NEWEST = -1
+_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 def launch_link(config: JobConfig) -> Path | None:
@@ -21,8 +26,17 @@ def launch_link(config: JobConfig) -> Path | None:
 
 
 def resumed_folder(config: JobConfig) -> Path | None:
-    """The run folder that checkpoint.resume names, or None."""
+    """The run folder that checkpoint.resume names, or in which the named checkpoint is; None where it names nothing."""
     resume = config.checkpoint.resume
     if not resume:
         return None
-    return Path(config.job.dump_folder) / LATEST if resume == LATEST else Path(resume)
+    if resume == LATEST:
+        return Path(config.job.dump_folder) / LATEST
+    return Path(resume) if resumed_step(config) == NEWEST else Path(resume).parent.parent
+
+
+def resumed_step(config: JobConfig) -> int:
+    """The step of the checkpoint that checkpoint.resume names; NEWEST for a run folder."""
+    path = Path(config.checkpoint.resume)
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match is not None and path.parent.name == CHECKPOINTS else NEWEST

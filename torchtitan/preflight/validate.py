@@ -27,13 +27,13 @@ from torchtitan.config.optimizer_step import group_size
 from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
 from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.rollout_tables import Sandbox
-from torchtitan.config.run_folders import resumed_folder
+from torchtitan.config.run_folders import CHECKPOINTS, resumed_folder
 from torchtitan.config.slurm import expand_servers
 from torchtitan.config.source_configs import source_configs
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError, nearest
 from torchtitan.models.shape.compute_type import choose_types
-from torchtitan.models.shape.exports import CHECKPOINTS, newest_export, without_links
+from torchtitan.models.shape.exports import newest_export, without_links
 from torchtitan.preflight.check import Check, may_take, name_problem, reward_problem
 from torchtitan.preflight.checkpoint import check_checkpoint, unusual_tokens
 from torchtitan.preflight.gpu_memory import tight_gpu
@@ -332,7 +332,7 @@ def _check_rollout(check: Check) -> None:
         text = "must not be the prompts of training (rollout.dataset, same split)"
         check.refuse("eval.dataset", evaluation.is_used and _evaluates_training_data(config), text)
     text = "needs rewards to learn from, which this job.stage does not have"
-    check.refuse("rollout.sampler", rollout.sampler and not learns_from_rewards(config), text)
+    check.refuse("rollout.sampler", rollout.draws_by_results and not learns_from_rewards(config), text)
     if ":" in rollout.sampler and (problem := _own_function_problem(rollout.sampler, "rollout.sampler")):
         check.say("rollout.sampler", f"rollout.sampler: {problem}")
     without = rollout.system_prompt and not rollout.chat_template
@@ -520,8 +520,6 @@ def _check_files(check: Check) -> None:
             found = sorted(str(run) for run in runs if any((run / CHECKPOINTS).glob("step-*")))
             others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
             refuse("checkpoint.resume", True, what + others)
-    else:
-        refuse("checkpoint.load_step", config.checkpoint.load_step != -1, "needs checkpoint.resume")
     no_wandb = "wandb" in config.metrics.loggers and find_spec("wandb") is None
     text = "needs the package wandb: EXTRAS=wandb in front of ./run_grpo.sh installs it"
     refuse("metrics.loggers", no_wandb, text)

@@ -12,7 +12,6 @@ function showProblem(text) {
 function draw(data) {
   document.title = data.name;
   byId("name").textContent = data.name;
-  byId("description").textContent = data.description;
   drawOutcome(data);
   drawCards(data);
   const plots = folded => data.plots.filter(plot => plot.folded === folded).map(drawPlot).filter(box => box);

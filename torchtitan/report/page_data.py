@@ -71,7 +71,6 @@ class RunReader:
         completions = self._run_dir / COMPLETIONS_FILE
         return {
             "name": self._run_dir.resolve().name,
-            "description": _text(configuration.get("job", {}).get("description", "")),
             "outcome": _outcome(started, ended),
             "progress": self._progress(configuration),
             "evaluation": self._evaluation(),

@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.config.run_folders import CHECKPOINTS
 from torchtitan.distributed import device
 from torchtitan.distributed.offload import begin_host_copy
 from torchtitan.distributed.placement import is_distributed, local_region
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import read_json
-from torchtitan.models.shape.exports import ADAPTERS, CHECKPOINTS, WHOLE, export_path
+from torchtitan.models.shape.exports import ADAPTERS, WHOLE, export_path
 from torchtitan.trainer.checkpoint_reader import CheckedReader
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.origins import Origins

@@ -29,6 +29,7 @@ from torchtitan.config.engine_use import (
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import warn_long_warmup, warn_no_fp32_masters
+from torchtitan.config.run_folders import CHECKPOINTS
 from torchtitan.config.source_configs import stop_tokens
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
@@ -38,7 +39,6 @@ from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.inference.pool.weight_probe import sampled_behind
 from torchtitan.models.layers.batch_invariance import size_message
-from torchtitan.models.shape.exports import CHECKPOINTS
 from torchtitan.models.shape.untrained_files import prediction_heads
 from torchtitan.report.live_server import LivePage
 from torchtitan.report.metrics import set_up_logging
@@ -449,7 +449,7 @@ class TrainingJob:
         if self._events is None:
             self._record_start(events)
         job, features = self.config.job, engine_of(self.config).features
-        logger.info("%s; run folder %s", job.description or job.name, self.run_dir)
+        logger.info("%s; run folder %s", job.name, self.run_dir)
         alike = features.trainers_layers and not self.config.inference.engine.exact and device.device().type == "cpu"
         if alike and (size_difference := size_message(self.trainer.policy.invariant_sizes(), "the engine's log-probs")):
             logger.warning(size_difference)

@@ -25,11 +25,11 @@ from typing import Any
 import xxhash
 
 from torchtitan.config.job_config import JobConfig, config_to_toml, table_types, value_at, with_values
-from torchtitan.config.run_folders import LATEST, launch_link, resumed_folder
+from torchtitan.config.run_folders import CHECKPOINTS, LATEST, NEWEST, launch_link, resumed_folder, resumed_step
 from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.models.shape.exports import CHECKPOINTS, EXPORT_FOLDERS, clean_exports, set_aside, steps_in
+from torchtitan.models.shape.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
 from torchtitan.rollout.data.prompts import FILE_ENDINGS
 from torchtitan.utils.child_process import LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
@@ -46,9 +46,8 @@ PATHS = (
 )
 EPOCHS_FILE = "epochs.jsonl"
 LOCK_FILE = ".lock"
-NEWEST = -1
 # Keys that say how a launch begins, not what the run is.
-OF_THE_LAUNCH = ("job.config_file", "checkpoint.resume", "checkpoint.load_step")
+OF_THE_LAUNCH = ("job.config_file", "checkpoint.resume")
 
 # Of checkpoints.
 MARKER = "complete.json"
@@ -91,7 +90,7 @@ def open_run_directory(config: JobConfig) -> Start:
             saved = whole_steps(link / CHECKPOINTS)
             start = Start(str(link.resolve()), NEWEST if saved else None, lost)
         elif checkpoint.resume:
-            start = Start(str(find_resumed(config)), checkpoint.load_step)
+            start = Start(str(find_resumed(config)), resumed_step(config))
         else:
             start = Start(str(_fresh(root, config.job.name).resolve()))
             _take(config, Path(start.run_dir))
@@ -148,10 +147,9 @@ def find_resumed(config: JobConfig) -> Path:
         raise UserError(
             f"checkpoint.resume = {wanted!r}: no whole checkpoint in {path / CHECKPOINTS}. " + _candidates(root, config)
         )
-    if config.checkpoint.load_step >= 0 and config.checkpoint.load_step not in steps:
+    if resumed_step(config) not in (NEWEST, *steps):
         raise UserError(
-            f"checkpoint.load_step = {config.checkpoint.load_step}: {path} has whole checkpoints of steps "
-            f"{', '.join(map(str, steps))} only"
+            f"checkpoint.resume = {wanted!r}: {path} has whole checkpoints of steps {', '.join(map(str, steps))} only"
         )
     return path
 
@@ -334,7 +332,9 @@ def other_checkpoint(folder: Path, step: int) -> str:
     """Return what to do if the checkpoint of `step` cannot be loaded: which other one, whose files were read, can."""
     for other in reversed(whole_steps(folder)):
         if other != step and not damage(checkpoint_path(folder, other)):
-            return f"resume from step {other}, which is whole, with checkpoint.load_step = {other}"
+            return (
+                f"resume from step {other}, which is whole, with checkpoint.resume = {checkpoint_path(folder, other)}"
+            )
     return f"{folder} has no other checkpoint that can be read: start a new run"
 
 

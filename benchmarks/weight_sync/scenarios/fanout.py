@@ -49,7 +49,8 @@ def egress_per_version(
 ) -> dict[str, float]:
     """Mean bytes that leave the trainer and the busiest actor per version, and the median seconds until all have it."""
     run_dir = folder / f"{actors}-{'relay' if relay else 'direct'}-{one_host}"
-    config = WeightSyncConfig(bucket_bytes=1 << 20)
+    config = WeightSyncConfig()
+    config.bucket_bytes = 1 << 20
     config.table.relay, config.progress_timeout_s = relay, 20.0
     weights = {f"layer{index}": torch.zeros(megabytes << 17, dtype=torch.float32) for index in range(2)}
     seconds = []

@@ -59,7 +59,9 @@ def world_figures(world: World, megabytes: float, step_s: float, seconds: float,
     weights = {f"layer{index}": torch.zeros(int(megabytes * 1e6) // 16) for index in range(4)}
     steps, skipped = round(seconds / step_s), 0
     with contextlib.ExitStack() as closing:
-        job = Job(weights, folder, WeightSyncConfig(bucket_bytes=1 << 20, num_slots=world.slots))
+        config = WeightSyncConfig(num_slots=world.slots)
+        config.bucket_bytes = 1 << 20
+        job = Job(weights, folder, config)
         closing.callback(job.close)
         # The healthy one is by itself: it shall not wait for what the others verify.
         for names in (["healthy"], slow):

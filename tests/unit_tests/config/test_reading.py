@@ -147,10 +147,16 @@ def test_lists(write_config: WriteConfig, words: list[str]) -> None:
 
 
 def test_negative_and_odd_values_pass_through(write_config: WriteConfig) -> None:
-    words = ["--training.global_batch_size", "16", "--checkpoint.load_step", "-1", "--job.description=--x = 'y'"]
+    words = [
+        "--training.global_batch_size",
+        "16",
+        "--metrics.completions_per_step",
+        "-1",
+        "--sft.completion_column=--x = 'y'",
+    ]
     config = load_config([*write_config(), *words])
-    assert config.checkpoint.load_step == -1
-    assert config.job.description == "--x = 'y'"
+    assert config.metrics.completions_per_step == -1
+    assert config.sft.completion_column == "--x = 'y'"
 
 
 def test_options_of_the_engine_pass_through(write_config: WriteConfig) -> None:

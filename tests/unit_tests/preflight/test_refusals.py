@@ -160,7 +160,6 @@ oops | 'oops' does not belong to any
 --job.stage sft --eval.stop_at 0.5 | eval.stop_at = 0.5 | sft.sample = true
 --checkpoint.resume runs/1 | checkpoint.resume = "runs/1" | no run folder
 --checkpoint.resume latest | outputs/latest
---checkpoint.load_step 3 | load_step = 3 | needs checkpoint.resume
 --job.dump_folder job.toml | job.dump_folder = "job.toml" | must be a folder
 --job.name a/b | job.name = "a/b" | letters
 --model.hf_assets_path chekpoint | chekpoint | nearest: checkpoint

@@ -68,8 +68,8 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig, monkeypa
     Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)
     Path("outputs/latest").symlink_to("run-1")
     Path("outputs/run-1/journal.jsonl").touch()
-    for folder in ("latest", "outputs/run-1"):
-        words = ["--checkpoint.resume", folder, "--checkpoint.load_step", "4", "--rollout.replay", "outputs/latest"]
+    for folder in ("latest", "outputs/run-1", "outputs/latest/checkpoint/step-4"):
+        words = ["--checkpoint.resume", folder, "--rollout.replay", "outputs/latest"]
         config = load_config([*arguments, *words])
         assert config.checkpoint.resume == folder
         # The link will soon be this run's.

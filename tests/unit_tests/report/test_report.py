@@ -61,7 +61,6 @@ class Page(HTMLParser):
 def write_run(run_dir: Path, steps: int) -> Path:
     run_dir.mkdir()
     config = JobConfig()
-    config.job.description = 'adds <two> & "more"'
     config.training.steps = 4000
     (run_dir / "config.toml").write_text(config_to_toml(config))
     first = {"step": 0, "eval/pass@1": 0.2, "eval/pass@4": 0.5, "eval/greedy": 0.3, "eval/version": 0}
@@ -133,7 +132,7 @@ def test_foreign_text_is_data_and_no_markup(tmp_path: Path) -> None:
 
 def test_figures_at_the_top_are_those_of_the_run(tmp_path: Path) -> None:
     data = data_in(write_report(write_run(tmp_path / "run", 100)))
-    assert data["description"] == 'adds <two> & "more"' and "max_staleness = 2" in data["configuration"]
+    assert "max_staleness = 2" in data["configuration"]
     assert data["progress"] == {"step": 100, "steps": 4000, "time": 1e9 + 200, "seconds_per_step": 2.0}
     assert data["evaluation"] == {"first": 0.2, "last": 0.9, "low": 0.8, "high": 0.95, "greedy": None, "step": 100}
     assert data["reward"] == {"first": 0.5, "last": 0.5, "steps": 20}

@@ -11,12 +11,12 @@ import pytest
 import tomli
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.run_folders import NEWEST
 from torchtitan.config.sources import Source
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.exports import EXPORT_FOLDERS, WHOLE, newest_export
 from torchtitan.trainer.run_dir import (
-    NEWEST,
     Start,
     begin_checkpoint,
     claim,
@@ -30,10 +30,10 @@ from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
 
 
-def make_config(root: Path, resume: str = "", load_step: int = -1) -> JobConfig:
+def make_config(root: Path, resume: str = "") -> JobConfig:
     config = JobConfig()
     config.job.dump_folder, config.job.name = str(root), "trial"
-    config.checkpoint.resume, config.checkpoint.load_step = resume, load_step
+    config.checkpoint.resume = resume
     return config
 
 
@@ -77,7 +77,7 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     run_dir = opened(make_config(tmp_path))
     add_checkpoint(run_dir, 3)
     other = opened(make_config(tmp_path))
-    config = make_config(tmp_path, resume=str(run_dir), load_step=3)
+    config = make_config(tmp_path, resume=str(run_dir / "checkpoint" / "step-3"))
     config.rollout.temperature = 0.7
     before = (run_dir / "config.toml").read_text()
     assert open_run_directory(config) == Start(str(run_dir), load_step=3)
@@ -87,7 +87,7 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == run_dir != other
     assert open_run_directory(make_config(tmp_path, resume="latest")).run_dir == str(run_dir)
     kept = [tomli.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config.toml")]
-    assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir)]
+    assert [entry["checkpoint"]["resume"] for entry in kept] == ["", config.checkpoint.resume]
 
 
 def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
     begin_checkpoint(empty / "checkpoint", 2)  # begun, never finished
     with pytest.raises(UserError, match=rf"no whole checkpoint in .*Runs with .*: {good} \(step 4\)"):
         open_run_directory(make_config(tmp_path, resume=str(empty)))
-    with pytest.raises(UserError, match="load_step = 5: .* of steps 4 only"):
-        open_run_directory(make_config(tmp_path, resume=str(good), load_step=5))
+    with pytest.raises(UserError, match=r"resume = .*step-5': .* of steps 4 only"):
+        open_run_directory(make_config(tmp_path, resume=str(good / "checkpoint" / "step-5")))
 
 
 def test_ranks_that_are_started_again_go_on_in_the_folder_of_their_launch(
@@ -107,7 +107,7 @@ def test_ranks_that_are_started_again_go_on_in_the_folder_of_their_launch(
 ) -> None:
     resumed = opened(make_config(tmp_path))
     add_checkpoint(resumed, 3)
-    config = make_config(tmp_path, resume=str(resumed), load_step=3)
+    config = make_config(tmp_path, resume=str(resumed / "checkpoint" / "step-3"))
     config.checkpoint.enable = True
     monkeypatch.setenv(LAUNCH_VARIABLE, "first")
     run_dir = opened(make_config(tmp_path))
@@ -130,7 +130,7 @@ def test_ranks_that_are_lost_before_they_have_gone_back_go_back_to_the_same_chec
     run_dir = opened(make_config(tmp_path))
     add_checkpoint(run_dir, 3)
     add_checkpoint(run_dir, 7)
-    config = make_config(tmp_path, resume=str(run_dir), load_step=3)
+    config = make_config(tmp_path, resume=str(run_dir / "checkpoint" / "step-3"))
     config.checkpoint.enable = True
     monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path / "of the launcher"))
     for _ in range(2):

@@ -188,7 +188,7 @@ def test_a_resumed_stage_goes_on_as_the_unbroken_one(checkpoints: list[str], tmp
     }  # fmt: skip
     whole = train({}, common, dataset=rows)
     assert whole.version == 5 and whole.exit_code == 0
-    resumed = {"checkpoint.resume": whole.folder, "checkpoint.load_step": 2}
+    resumed = {"checkpoint.resume": whole.folder / "checkpoint" / "step-2"}
     expected = [keep(row) for row in read_json_lines(whole.folder / "metrics.jsonl")]
     assert train({}, {**common, **resumed}, dataset=rows).version == 5
     assert [keep(row) for row in read_json_lines(whole.folder / "metrics.jsonl")] == expected

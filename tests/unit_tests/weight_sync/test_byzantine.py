@@ -64,7 +64,8 @@ def attack(rng: random.Random, address: str, token: str, rank: int | None, versi
 def test_neither_the_trainer_nor_an_honest_actor_notices(tmp_path: Path) -> None:
     rng, token = random.Random(SEED), secrets.token_urlsafe(16)
     weights = {"w": torch.zeros(1 << 16)}
-    config = WeightSyncConfig(bucket_bytes=1 << 16)
+    config = WeightSyncConfig()
+    config.bucket_bytes = 1 << 16
     sync = WeightSync(config, weights, epoch=EPOCH, token=token, run_dir=tmp_path)
     assert sync.watcher is not None and sync.registry is not None
     actor = SyncActor(sync.registry_address, "good", EPOCH, role_key(token, ACTOR, "good"), lambda _staged: None)

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 WHOLE, ADAPTERS = "hf", "adapter"
 EXPORT_FOLDERS = (WHOLE, ADAPTERS)
 # The folder of a run that has its checkpoints.
-CHECKPOINTS = "checkpoint"
 # Before the names of exports and checkpoints of steps that their run has gone back behind.
 ABANDONED = "abandoned-"
 # What an export copies of the checkpoint that the policy began with, if it exists.

@@ -165,7 +165,7 @@ class Demonstrations:
             for index, row in enumerate([*rows, *held_out]):
                 maker.check(row, index)
             refuse_surplus_tokens([*rows, *held_out], maker, vocabulary_of(source_config))
-            seed, shuffle = config.training.seed, source_config.rollout.shuffle
+            seed, shuffle = config.training.seed, source_config.rollout.shuffles
             self._streams[name] = PromptStream(rows, maker, seed, shuffle)
             self._held_out += first_held_out(held_out, maker, config.eval.num_prompts)
             counts.append(len(rows))

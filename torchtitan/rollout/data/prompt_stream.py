@@ -82,12 +82,12 @@ class PromptStream:
         """Continue at a saved position.
 
         Raises:
-            UserError: the rows, the seed or rollout.shuffle differ from those of the saved stream.
+            UserError: the rows, the seed or their order differ from those of the saved stream.
         """
         if state["fingerprint"] != self._fingerprint():
             raise UserError(
                 "the training prompts are not those of the checkpoint (rollout.dataset, its held-out share, "
-                "rollout.shuffle, training.seed or rollout.sampler changed): restore them, or start a new run from "
+                "training.seed or rollout.sampler changed): restore them, or start a new run from "
                 "the exported weights"
             )
         self._position = int(state["position"])

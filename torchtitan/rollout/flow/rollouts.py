@@ -95,8 +95,8 @@ class SourceTask:
     def stream(self) -> PromptStream:
         """Return the prompts to train on."""
         config = self.config
-        drawn_from = self.rows, self.maker, config.training.seed, config.rollout.shuffle
-        if config.rollout.sampler:
+        drawn_from = self.rows, self.maker, config.training.seed, config.rollout.shuffles
+        if config.rollout.draws_by_results:
             return CurriculumStream(*drawn_from, config.rollout.sampler, config.rollout.max_staleness == 0)
         return PromptStream(*drawn_from)
 
