@@ -331,7 +331,7 @@ def train(
 
 def _refuse_wrong_kinds(config: Any, overrides: Any, rewards: Any, dataset: Any) -> None:
     """Raise UserError for an argument of train() that is of none of its types."""
-    functions = (str, Callable, Iterable)
+    functions: tuple[Any, ...] = (str, Callable, Iterable)
     for name, value, kinds, meaning in (
         ("config", config, (str, os.PathLike, Mapping, JobConfig), "a TOML file, a dict of tables or a JobConfig"),
         ("overrides", overrides, (Mapping,), 'a dict, such as {"training.steps": 3}'),

@@ -335,8 +335,8 @@ def _check_rollout(check: Check) -> None:
     check.refuse("rollout.sampler", rollout.draws_by_results and not learns_from_rewards(config), text)
     if ":" in rollout.sampler and (problem := _own_function_problem(rollout.sampler, "rollout.sampler")):
         check.say("rollout.sampler", f"rollout.sampler: {problem}")
-    without = rollout.system_prompt and not rollout.chat_template
-    check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
+    untemplated = rollout.system_prompt and not rollout.chat_template
+    check.refuse("rollout.system_prompt", untemplated, "needs rollout.chat_template = true")
     reserved = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
     check.refuse(
         "rollout.chat_template_kwargs", reserved, f"must not have {', '.join(reserved)}, which every call sets"

@@ -68,7 +68,7 @@ class Transport:
 
     def __init__(self, sizes: list[tuple[int, ...]], connections: int, folder: Path, closing: contextlib.ExitStack):
         config = WeightSyncConfig()
-        config.tcp.connections = connections
+        config.table.connections = connections
         parameters = {f"p{index}": torch.randn(size).bfloat16() for index, size in enumerate(sizes)}
         self.job = Job(parameters, folder, config, dtype="bfloat16")
         closing.callback(self.job.close)
