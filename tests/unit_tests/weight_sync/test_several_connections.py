@@ -17,6 +17,7 @@ from tests.deterministic.parts import BUCKET_BYTES
 from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.job import Job, Shape
 from tests.unit_tests.weight_sync.test_puller import publish, versions
+from torchtitan.weight_sync.wire.payload_thread import PayloadThread
 from torchtitan.weight_sync.wire.runtime import Message, PayloadTarget, encode
 from torchtitan.weight_sync.wire.sockets import SocketChannel, SocketRuntime
 
@@ -134,6 +135,19 @@ def test_when_a_channel_is_closed_its_thread_writes_no_further(runtime: SocketRu
     time.sleep(0.05)
     assert 0 in left[0], "all of it had come"
     assert memory == left[0] and not pair.received.is_set()
+
+
+def test_thread_that_was_closed_touches_no_memory_even_if_its_socket_is_open() -> None:
+    memory, (own, peer) = bytearray(SIZE), socket.socketpair()
+    own.setblocking(False)
+    thread, done = PayloadThread(own, lambda function: function()), list[str]()
+    thread.receive(PayloadTarget([memoryview(memory)], lambda _parts: None), SIZE, SIZE, done.append)
+    thread.close()
+    peer.sendall(b"\1" * 64)
+    time.sleep(0.05)
+    assert not any(memory) and not done
+    own.close()
+    peer.close()
 
 
 def test_a_connection_whose_peer_stands_still_holds_no_other_one_up(runtime: SocketRuntime) -> None:
