@@ -94,15 +94,17 @@ class WeightSets:
 
     def _allocate(self) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
+        named = {tensor.untyped_storage().data_ptr() for tensor in self.live.values()}
 
         def other_memory(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             # By their address: a parameter and the joint projection that it is a part of share theirs.
-            if storage.data_ptr() not in storages:
-                # A copy, so that it is right where nothing is received, and its pages are there.
-                storages[storage.data_ptr()] = storage.clone()
+            address = storage.data_ptr()
+            if address not in storages:
+                # What is received fills its pages, not this thread: others wait for it.
+                storages[address] = torch.UntypedStorage(storage.nbytes()) if address in named else storage.clone()
             made = torch.empty(0, dtype=tensor.dtype)
-            return made.set_(storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())
+            return made.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
 
         self._other = [other_memory(getattr(owner, attribute)) for owner, attribute in _places(self._policy)]
         self._idle = {name: other_memory(tensor) for name, tensor in self.live.items()}
