@@ -324,9 +324,8 @@ def _check_rollout(check: Check) -> None:
         columns = peek_columns(rollout.dataset)
         without = columns is not None and rollout.prompt_column not in columns
         there = ", ".join(sorted(columns or ()))
-        check.refuse(
-            "rollout.prompt_column", without, f"{rollout.dataset} has no such column; there are {there or 'none'}"
-        )
+        text = f"rollout.dataset = {show(rollout.dataset)} has no such column; there are {there}"
+        check.refuse("rollout.prompt_column", without, text)
     if evaluation.dataset:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
         text = "must not be the prompts of training (rollout.dataset, same split)"

@@ -121,9 +121,7 @@ def test_columns_of_a_file_are_looked_at_and_all_of_them_where_it_is_loaded(
         load_config(words)
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "", "answr": 2, "answer": 1}])))
     assert load_config(words)
-    with pytest.raises(
-        ConfigError, match=r'prompt_column = "question" .* rows.jsonl has no such column; there are answ'
-    ):
+    with pytest.raises(ConfigError, match='prompt_column = "question" .*"rows.jsonl" has no such column'):
         load_config([*words, "--rollout.prompt_column", "question"])
     # Where nothing is known before the rows are loaded, they tell.
     config = JobConfig()

@@ -88,6 +88,8 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     changes += ["--distill.teacher", "checkpoint"] if file.stem == "distill_cpu" else []
     changes += ["--rollout.stop_token_ids", "[]"] if file.stem in ("smollm2_cpu", "smollm2_tool_cpu") else []
     changes += ["--rollout.max_completion_tokens", "64"] if file.stem == "coding_cpu" else []
+    if file.stem == "gsm8k_cpu":
+        Path("gsm8k.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "#### 2"}\n')
     load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
 
 
