@@ -52,8 +52,8 @@ class Trainer:
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         # Small enough for a version of several buckets.
-        config = WeightSyncConfig(**changes)
-        config.bucket_bytes = 256 * 1024
+        config = WeightSyncConfig()
+        vars(config).update({"bucket_bytes": 256 * 1024, **changes})
         parameters = unique_parameters(dict(self.model.named_parameters()))
         self.sync = WeightSync(config, parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype)
         self.version, self._dtype = -1, getattr(torch, dtype)

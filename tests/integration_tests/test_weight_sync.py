@@ -27,9 +27,8 @@ from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
 
 
 def quick_config(**changes: Any) -> WeightSyncConfig:
-    config = WeightSyncConfig(apply_timeout_s=2.0)
-    config.bucket_bytes = 64 * 1024
-    vars(config).update({"progress_timeout_s": 1.5, **changes})
+    config = WeightSyncConfig()
+    vars(config).update({"apply_timeout_s": 2.0, "bucket_bytes": 64 * 1024, "progress_timeout_s": 1.5, **changes})
     return config
 
 

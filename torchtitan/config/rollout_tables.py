@@ -408,9 +408,8 @@ class WeightSync:
     """Staging slots per trainer rank, each for one version: one is being written, one holds the newest, and each
     further slot holds an older version that slow actors are still pulling"""
 
-    apply_timeout_s: NotNegative = 0.0
-    """Deadline for an actor to apply a version that it has received; 0: 10 s plus 2 s per GB that the
-    actor writes (with lora, of the whole model)"""
+    apply_timeout_s: ClassVar[float] = 10.0
+    """How long an actor may take to apply a version of few bytes, without draining (see apply_deadline)"""
 
     bucket_bytes: ClassVar[int] = 16 * 1024 * 1024
     """Bytes of one checksummed bucket; more for a version of which a rank would send more than about 4,096 buckets"""
@@ -434,8 +433,9 @@ class WeightSync:
         return self.num_slots + self.table.delta
 
     def apply_deadline(self, applied_bytes: int, drain_s: float) -> float:
-        """Seconds of apply_timeout_s; where it is 0, what writing so many bytes may take, and draining."""
-        return self.apply_timeout_s or 10.0 + drain_s + applied_bytes / APPLIED_PER_SECOND
+        """Longest time, in seconds, for which an actor may apply a version that it has received: for draining, and for
+        writing so many bytes."""
+        return self.apply_timeout_s + drain_s + applied_bytes / APPLIED_PER_SECOND
 
     @staticmethod
     def pull_deadline(version_bytes: int) -> float:

@@ -95,13 +95,9 @@ def check_weight_sync(check: Check) -> None:
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"
     offloaded = config.training.enable_cpu_offload is True and transport.on_device
     refuse("training.enable_cpu_offload", offloaded, text)
-    drain_s = inference.drain_s
-    text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which it includes"
-    refuse("weight_sync.apply_timeout_s", 0 < sync.apply_timeout_s <= drain_s, text)
     if config.grpo.async_weight_update:
         return
     longest = blocking_timeout_s(config)
     text = f"must be less than {longest:g}, by comm.train_timeout_seconds = {config.comm.train_timeout_seconds}: in "
     text += "blocking mode, other ranks wait in a collective meanwhile"
-    refuse("weight_sync.apply_timeout_s", sync.apply_timeout_s >= longest, text)
     refuse("inference.drain_timeout_s", sleeps_between_batches(config) and inference.drain_timeout_s >= longest, text)

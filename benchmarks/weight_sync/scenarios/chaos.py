@@ -105,8 +105,8 @@ class Training:
         self.always = [f"throttle:bytes_per_s={LINK_BYTES_PER_S},name=always"] if transport == "tcp" else []
         self._plan_faults([])
         self.parameters = {f"p{index}": parameter_values(0, index) for index in range(len(SHAPES))}
-        config = WeightSyncConfig(transport="disk" if transport == "s3" else transport, apply_timeout_s=2.0)
-        config.bucket_bytes = BUCKET_BYTES
+        config = WeightSyncConfig(transport="disk" if transport == "s3" else transport)
+        config.bucket_bytes, config.apply_timeout_s = BUCKET_BYTES, 2.0
         config.progress_timeout_s, servers.MAX_RESTARTS = 1.5, 1000
         for key, value in options.items():
             table, _, name = key.rpartition(".")

@@ -89,7 +89,8 @@ def version_seconds(folder: Path, megabytes: int, repeats: int, delta: bool) -> 
             # One unit in the last of bfloat16's eight bits.
             tensor.mul_(1 + (torch.rand_like(tensor) < 0.03) * 2**-7)
 
-    config = WeightSyncConfig(apply_timeout_s=WAIT_SECONDS)
+    config = WeightSyncConfig()
+    config.apply_timeout_s = WAIT_SECONDS
     config.table.delta = delta
     job = Job(weights, folder, config, dtype="bfloat16")
     key = role_key(job.place["token"], ACTOR, "actor")

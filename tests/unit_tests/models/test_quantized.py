@@ -43,7 +43,7 @@ from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.lora import QuantizedLinear, adapters_off, base_parameters, merged_weight
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.shape.checkpoint_shape import read_args
-from torchtitan.models.shape.costs import estimate_memory, version_bytes
+from torchtitan.models.shape.costs import applied_bytes, estimate_memory, version_bytes
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
@@ -450,6 +450,10 @@ def test_plan(checkpoint: Path) -> None:
     assert memory.parameters == sum(parameter.nbytes for parameter in policy.parameters())
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
+    # An actor merges adapters into all weights. The first time it quantises the projections, 16 s per billion of them,
+    # where deadlines count 2 s per GB.
+    projections = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 192 * 64)
+    assert applied_bytes(config, args) == 4 * args.num_parameters() + 8 * projections
     assert version_bytes(config, args) == 4 * trained
     config.lora.modules_to_save, config.training.dtype = ["v_proj", "norm", "input_layernorm", "lm_head"], "float32"
     policy, memory = build_policy(config, ALONE), estimate_memory(config, args, 1)
