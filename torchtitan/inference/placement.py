@@ -177,9 +177,14 @@ def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     return sum(getattr(memory, part) for part in kept - parts_on_host(config))
 
 
-def device_bytes_of_driver() -> int | None:
-    """Memory of the smallest NVIDIA GPU here, as its driver says; None without one."""
+def device_bytes_of_driver(count: int | None = None) -> int | None:
+    """Memory of the smallest NVIDIA GPU here, as its driver says; None without one.
+
+    count: of the smallest among so many with the most memory. It is what so many ranks have at best: which of unlike
+    GPUs CUDA gives them the driver does not say, as it counts them in another order.
+    """
     try:
-        return min(map(int, ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits"))) * 2**20
-    except ValueError:  # none, or memory that is not its own
+        found = sorted(map(int, ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits")), reverse=True)
+    except ValueError:  # memory that is not its own
         return None
+    return min(found[:count]) * 2**20 if found else None

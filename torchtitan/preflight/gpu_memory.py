@@ -17,6 +17,7 @@ from torchtitan.models.shape.costs import estimate_memory, on_device, parts_on_h
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.memory import size_text
+from torchtitan.utils.ranks import local_world_size
 
 # Shares of the GPU's memory: above the first a run is warned of, above the second it is refused.
 CLOSE, TOO_MUCH = 0.9, 1.15
@@ -39,7 +40,7 @@ def check_gpu_memory(check: Check, args: ModelArgs) -> None:
 
 def gpu_problem(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[str, str] | None:
     """Return (key, text) of what to refuse because a rank cannot fit on its GPU; None if it may, or is not on one."""
-    room = device_bytes_of_driver() if trains_on_gpu() else None
+    room = _room()
     if room is None:
         return None
     needed, kept = _needed(config, args, ranks)
@@ -53,7 +54,7 @@ def gpu_problem(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[str, st
 
 def tight_gpu(config: JobConfig, ranks: int) -> str:
     """Return what to say of a run that may not fit on the ranks' GPUs; else an empty string."""
-    room = device_bytes_of_driver() if trains_on_gpu() else None
+    room = _room()
     if room is None:
         return ""
     args = read_shape(config)
@@ -77,6 +78,11 @@ def largest_micro_batch(config: JobConfig, args: ModelArgs, ranks: int, room: fl
         else:
             high = middle - 1
     return low * STEP_TOKENS if low >= least else None
+
+
+def _room() -> int | None:
+    """Bytes of the GPU that a rank has, at best where those of this machine are unlike; None if it is not on one."""
+    return device_bytes_of_driver(local_world_size()) if trains_on_gpu() else None
 
 
 def _needed(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[int, int]:

@@ -212,16 +212,18 @@ def gpus_of_driver() -> int:
     return sum(line.startswith("GPU ") for line in ask_driver("-L"))
 
 
-def ask_driver(*arguments: str) -> list[str]:
-    """The lines that nvidia-smi answers with; none where there is no such program, or it fails."""
+@functools.cache
+def ask_driver(*arguments: str) -> tuple[str, ...]:
+    """The lines that nvidia-smi answers with; none where there is no such program, or it fails. It is asked once: it
+    may take seconds, and one that hangs takes twenty."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
+        return ()
     try:
         done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
+        return ()
+    return tuple(done.stdout.splitlines())
 
 
 def driver_version() -> str:

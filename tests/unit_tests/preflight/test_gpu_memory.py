@@ -17,7 +17,7 @@ from torchtitan.models.shape.costs import estimate_memory, on_device
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.gpu_memory import STEP_TOKENS, gpu_problem, largest_micro_batch, tight_gpu
 from torchtitan.preflight.validate import load_config
-from torchtitan.utils import cards
+from torchtitan.utils import cards, machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 # MiB, as nvidia-smi says them.
@@ -29,7 +29,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What nvidia-smi answers; a card that can be changed."""
     answers = {"name": "NVIDIA A10G", "memory.total": str(MIB[24])}
     for module in (placement, cards):
-        monkeypatch.setattr(module, "ask_driver", lambda query, *_: [answers[query.removeprefix("--query-gpu=")]])
+        monkeypatch.setattr(
+            module, "ask_driver", lambda query, *_: answers[query.removeprefix("--query-gpu=")].splitlines()
+        )
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
     return answers
 
@@ -96,6 +98,33 @@ def test_a_start_that_cannot_fit_is_refused_and_its_plan_says_so(
     # On a CPU the GPU's memory does not matter.
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
     assert tight_gpu(load_config(["--dry-run", *arguments]), 1) == ""
+
+
+def test_ranks_have_the_largest_of_unlike_cards_and_memory_that_is_not_said_refuses_nothing(
+    card: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card for the screen beside the one that trains: the driver's order is not CUDA's."""
+    config = planned("qwen3_0.6b_1gpu", monkeypatch)
+    args = read_shape(config)
+    card["memory.total"] = f"2048\n{MIB[24]}"
+    assert gpu_problem(config, args, 1) is None and tight_gpu(config, 1) == ""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert gpu_problem(config, args, 2) is not None
+    for answer in ("", "[N/A]", f"[N/A]\n{MIB[24]}"):
+        card["memory.total"] = answer
+        assert gpu_problem(config, args, 2) is None and tight_gpu(config, 2) == ""
+
+
+def test_a_driver_that_fails_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/calls\nexit 1\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    machine.ask_driver.cache_clear()
+    try:
+        assert [placement.device_bytes_of_driver() for _ in range(3)] == [None] * 3
+    finally:
+        machine.ask_driver.cache_clear()
+    assert (tmp_path / "calls").read_text() == "asked\n"
 
 
 def test_states_that_are_too_large_name_what_makes_them_smaller(
