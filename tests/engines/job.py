@@ -18,7 +18,7 @@ import torch
 from tests.engines import vllm_forking
 from tests.engines.models import END, FP32_TOLERANCE, randomize
 from tests.engines.plugins import install
-from tests.journals import journal_of
+from tests.journals import deliveries_of, journal_of
 from tests.patience import until
 from tests.processes import Processes, started_by
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
@@ -90,6 +90,10 @@ class Trainer:
     def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
         """What the registry noted of that kind, once there is so much."""
         return journal_of(self.folder, event, at_least)
+
+    def deliveries(self, outcome: str, at_least: int = 0) -> list[dict[str, Any]]:
+        """What the registry noted of deliveries that ended so, once there is so much."""
+        return deliveries_of(self.folder, outcome, at_least)
 
     def journal_tail(self) -> str:
         path = self.folder / "weight_sync" / "registry.jsonl"

@@ -255,7 +255,7 @@ def test_adapters_are_merged(agent: Actor, model: Path, beside: Beside, tmp_path
             (completion,) = other.generate(PROMPT, 12)
             check_log_probs(other, trainer, completion)
             trainer.check_matters([*PROMPT, *completion.token_ids])
-        assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] < 0.15 * trainer.base_bytes
+        assert trainer.deliveries("applied", at_least=2)[-1]["figures"]["bytes_full"] < 0.15 * trainer.base_bytes
 
 
 def test_files_wait_for_the_slower_of_two_workers(agent: Actor, model: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_log_probs_and_greedy_tokens_are_those_of_transformers(server: Server, t
     for _ in range(3):
         trainer.bring()
         check_serves_newest(server.actor, trainer)
-    figures = trainer.journal("applied", at_least=3)[-1]["figures"]
+    figures = trainer.deliveries("applied", at_least=3)[-1]["figures"]
     assert figures["pause_s"] > 0 and figures["source"] == "trainer"
 
 
@@ -298,7 +298,7 @@ def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
     assert len(trainer.journal("evicted", at_least=1)) >= 1
-    assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
+    assert trainer.deliveries("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
 def hold_a_load(server: Server, trainer: Trainer) -> None:
@@ -355,7 +355,7 @@ def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     server.actor.connect(trainer)
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
-    assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
+    assert trainer.deliveries("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
 def test_versions_by_files(server: Server, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.engines import adapter_trainer
 from tests.engines.job import PROMPT, Actor, check_log_probs, start_actor
 from tests.engines.models import BF16_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
-from tests.journals import journal_of
+from tests.journals import deliveries_of
 from tests.processes import Processes
 
 
@@ -31,7 +31,7 @@ def actor(vllm_python: Path, model: Path, module_processes: Processes) -> Actor:
 def test_two_ranks_publish_to_two_workers(actor: Actor, model: Path, tmp_path: Path) -> None:
     check_two_ranks(actor, model, tmp_path, "bfloat16", BF16_TOLERANCE)
     # Each worker has received its share of the elements alone, which the file holds in twice as many bytes.
-    figures = journal_of(tmp_path, "applied", at_least=3)[-1]["figures"]
+    figures = deliveries_of(tmp_path, "applied", at_least=3)[-1]["figures"]
     assert 0 < figures["worker_bytes"] < 0.6 * (tmp_path / "whole.safetensors").stat().st_size / 2
 
 

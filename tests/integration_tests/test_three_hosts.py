@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import Namespaces, slow_network
+from tests.journals import deliveries_of
 from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
@@ -91,9 +92,8 @@ def test_fixed_ports_are_all_that_a_run_needs(
     assert [node.wait(RUN_SECONDS) for node in run.nodes] == [0, 0], run.log()
     rows = [row for row in read_json_lines(metrics) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    journal = read_json_lines(tmp_path / "latest" / "weight_sync" / "registry.jsonl")
     # Not more than a version old when it was trained on: it came through the firewall, from both machines.
-    assert max(line["version"] for line in journal if line["event"] == "applied") >= STEPS - 2
+    assert max(line["version"] for line in deliveries_of(tmp_path / "latest", "applied")) >= STEPS - 2
 
 
 def test_name_of_the_loopback_interface_ends_with_one_message(

@@ -16,7 +16,7 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, version_held
-from tests.journals import journal_of
+from tests.journals import deliveries_of, journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor.actor import SyncActor
@@ -130,7 +130,7 @@ def test_blocking_mode_serves_every_version(tmp_path: Path) -> None:
         assert figures["weight_sync/a/pause_s"] == 0.001
         digests = {record["digest"] for record in job.journal("publish", at_least=20)}
         assert {actor.status()["digest"] for actor in actors} <= digests
-        (first, *_) = (record["figures"] for record in job.journal("applied", at_least=40))
+        (first, *_) = (record["figures"] for record in deliveries_of(tmp_path, "applied", at_least=40))
         assert first["bytes_full"] > 0 and first["source"] == "trainer"
     assert all(engine.versions == list(range(20)) for engine in engines.values())
 

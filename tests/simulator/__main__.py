@@ -66,7 +66,7 @@ def figures_of(world: World) -> Figures:
         "versions_skipped": trainer.boundary.skipped,
         "versions_dropped": world.records["drop"],
         "versions_superseded": world.superseded,
-        "pulls_gone": world.records["gone"],
+        "pulls_aborted": world.records["aborted"],
         "snapshots_lost": world.records["lost_snapshot"],
         "actors_lost": dict(sorted(world.lost.items())),
         "actor_crashes": sum(actor.crashes for actor in world.actors.values()),

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tests.journals import is_applied
 from tests.simulator.scenario import known_keys, slowest_of
 from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
@@ -28,7 +29,7 @@ def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
     journal = read_json_lines(folder / "weight_sync" / "registry.jsonl")
     config, problem = read_toml(str(folder / "config.toml"))
     actors = len({line["actor"] for line in journal if line["event"] == "join"})
-    applied = [line["figures"] for line in journal if line["event"] == "applied"]
+    applied = [line["figures"] for line in journal if is_applied(line["event"], line)]
     # Every actor's first version comes whole.
     gigabytes = max((sum(figures.get(name, 0) for name in BYTES) for figures in applied), default=0) / 1e9
     if not (rows and gigabytes) or problem:

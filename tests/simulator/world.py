@@ -15,6 +15,7 @@ from random import Random
 from tests.deterministic.machine import Event, Machine, Process, SimChannel, Violation
 from tests.deterministic.network import Network
 from tests.deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
+from tests.journals import is_applied
 from tests.simulator.rollouts import Engine, Rollouts
 from tests.simulator.scenario import Scenario, slowest_of
 from torchtitan.config.engine_use import blocking_timeout_s
@@ -230,7 +231,7 @@ class World(Machine):
         self.published: list[int] = []
         """Versions, ascending"""
         self.records: Counter[str] = Counter()
-        """Counts of the journal's lines by event, or by outcome of a pull"""
+        """Counts of the journal's lines by event, and of its deliveries by outcome"""
         self.lost: Counter[str] = Counter()
         """Counts of actors' lost connections by state"""
         self.superseded = 0
@@ -305,12 +306,12 @@ class World(Machine):
     # Registry
 
     def _note(self, event: str, fields: Message) -> None:
-        self.records[fields["outcome"] if event == "ended" else event] += 1
+        self.records[fields["outcome"] if event == "delivery" else event] += 1
         if event == "publish":
             self.published.append(fields["version"])
         elif event == "evicted":
             self.lost[fields["state"]] += 1
-        elif event == "applied":
+        elif is_applied(event, fields):
             self.transfers.append(fields["figures"]["transfer_s"])
             self._applied(fields["actor"], fields["version"])
         self.trainer.check_wait()

@@ -26,8 +26,9 @@ import torch
 from benchmarks import common
 from benchmarks.weight_sync.harness import Option, Run
 from benchmarks.weight_sync.job import EPOCH, WAIT_SECONDS, Job
-from benchmarks.weight_sync.training_runs import journal, train_beside
+from benchmarks.weight_sync.training_runs import train_beside
 from tests import faults
+from tests.journals import deliveries_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor.actor import SyncActor
 from torchtitan.weight_sync.wire.handshake import ACTOR, role_key
@@ -69,7 +70,7 @@ def trained_policy(folder: Path, steps: int) -> Path:
 
 def delta_shares(latest: Path) -> list[float]:
     """Bytes ÷ bytes of a full version, for each version that an actor has applied, from the second step on."""
-    applied = [record for record in journal(latest) if record["event"] == "applied" and record["figures"]]
+    applied = deliveries_of(latest, "applied")
     # An actor's first version comes whole.
     total = max((record["figures"]["bytes_full"] for record in applied), default=0)
     counted = [record["figures"] for record in applied if record["version"] >= FIRST_COUNTED_VERSION]

@@ -26,8 +26,8 @@ from benchmarks import common
 from benchmarks.weight_sync.harness import Option, Run
 from benchmarks.weight_sync.job import WAIT_SECONDS, Job, start_actors
 from tests import faults
+from tests.journals import deliveries_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.utils.json_lines import read_json_lines
 
 BARS = {
     "egress_growth_4_to_16": ("<=", 1.1),
@@ -88,12 +88,8 @@ def egress_per_version(
 
 def applied(run_dir: Path) -> list[dict[str, Any]]:
     """The figures of each transfer of a counted version."""
-    records = read_json_lines(run_dir / "weight_sync" / "registry.jsonl")
-    return [
-        record["figures"]
-        for record in records
-        if record["event"] == "applied" and record["version"] >= FIRST_COUNTED_VERSION
-    ]
+    deliveries = deliveries_of(run_dir, "applied")
+    return [delivery["figures"] for delivery in deliveries if delivery["version"] >= FIRST_COUNTED_VERSION]
 
 
 def sent_by(transfers: list[dict[str, Any]]) -> Counter[str]:

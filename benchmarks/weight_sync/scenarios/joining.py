@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks import common
 from benchmarks.weight_sync import training_runs
 from benchmarks.weight_sync.harness import Option, Run
+from tests.journals import deliveries_of
 from tests.processes import free_ports
 from torchtitan.inference.actor_client import TOKEN_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
@@ -135,7 +136,7 @@ def unknown_tokens(rows: list[dict[str, Any]]) -> int:
 
 def figures_of(latest: Path) -> dict[str, float]:
     """Of a run."""
-    applied = [line for line in training_runs.journal(latest) if line["event"] == "applied"]
+    applied = deliveries_of(latest, "applied")
     return {
         **training_runs.figures_of(latest),
         "tokens_unknown": unknown_tokens(read_json_lines(latest / "completions.jsonl")),

@@ -28,14 +28,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks import common
 from benchmarks.weight_sync import saboteur
 from benchmarks.weight_sync.harness import Option, Run
 from tests.engines import adapter_trainer, job
 from tests.engines.models import VOCABULARY, make_model
-from tests.journals import journal_of
+from tests.journals import deliveries_of, journal_of
 from tests.processes import Processes
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -107,14 +106,14 @@ class Watch:
         raise AssertionError(f"version {version} was neither served nor refused:\n{trainer.journal_tail()}")
 
     def _journaled(self, version: int, start: float) -> str:
-        bad = {"poisoned": "poisoned", "ended": "refused"}
-        for line in _journal(self._trainer.folder):
-            if (
-                line["time"] > start - SECONDS
-                and line["version"] == version
-                and line.get("outcome") in (None, "refused")
-            ):
-                return f"{bad[line['event']]}: {line['reason'][:200]}"
+        folder = self._trainer.folder
+        for kind, lines in (
+            ("poisoned", journal_of(folder, "poisoned")),
+            ("refused", deliveries_of(folder, "refused")),
+        ):
+            for line in lines:
+                if line["time"] > start - SECONDS and line["version"] == version:
+                    return f"{kind}: {line['reason'][:200]}"
         return ""
 
     def _whole(self) -> set[str]:
@@ -132,10 +131,6 @@ class Watch:
             if self.difference <= self._tolerance:
                 return ""
         return f"probe: {self.difference:.3g} nats apart"
-
-
-def _journal(folder: Path) -> list[dict[str, Any]]:
-    return [line for event in ("poisoned", "ended") for line in journal_of(folder, event, 0)]
 
 
 @contextlib.contextmanager

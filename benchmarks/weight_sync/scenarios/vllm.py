@@ -39,9 +39,9 @@ from benchmarks.weight_sync.harness import Option, Run
 from benchmarks.weight_sync.job import Job
 from benchmarks.weight_sync.small_models import VOCABULARY, make_qwen3
 from benchmarks.weight_sync.vllm_server import TOKEN_ENV, Process, Streams, VLLMActor, pin_tree, vllm_python
+from tests.journals import deliveries_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import unique_parameters
-from torchtitan.utils.json_lines import read_json_lines
 
 BARS = {"pause_ratio": ("<=", 0.4), "total_ratio": ("<=", 0.9), "tp2_bytes_share": ("<=", 0.6)}
 OPTIONS = {
@@ -90,8 +90,7 @@ class Ours:
 
     def worker_share(self) -> float:
         """Of a whole version: what the worker with the most has received of the last one."""
-        records = read_json_lines(self._folder / "weight_sync" / "registry.jsonl")
-        applied = [record for record in records if record["event"] == "applied"]
+        applied = deliveries_of(self._folder, "applied")
         whole = sum(2 * parameter.numel() for parameter in self._parameters.values())
         return float(applied[-1]["figures"]["worker_bytes"]) / whole
 

@@ -39,8 +39,11 @@ class Journal:
         self.deliveries = Deliveries("", lambda: self.time, self._append)
 
     def write(self, event: str, **fields: Any) -> None:
-        self.time = float(next(self.clock))
+        self._tick()
         self._append(event, fields)
+
+    def _tick(self) -> None:
+        self.time = float(next(self.clock))
 
     def _append(self, event: str, fields: Row) -> None:
         with self.path.open("a") as file:
@@ -59,20 +62,20 @@ class Journal:
         self.deliveries.offer(version, sorted(self.live))
 
     def pull(self, version: int, actor: str) -> None:
-        self.write("pulling", actor=actor, version=version)
+        self._tick()
         self.deliveries.begin(actor, version)
 
     def stage(self, version: int, actor: str) -> None:
-        self.write("ended", actor=actor, version=version, outcome="staged", reason="")
+        self._tick()
         self.deliveries.stage(actor, version)
 
     def apply(self, version: int, actor: str, **figures: Any) -> None:
         self.stage(version, actor)
-        self.write("applied", actor=actor, version=version, figures={"apply_s": 0.2} | figures)
+        self._tick()
         self.deliveries.serves(actor, version, {"apply_s": 0.2} | figures)
 
     def end(self, version: int, actor: str, outcome: Outcome = "aborted", reason: str = "why") -> None:
-        self.write("ended", actor=actor, version=version, outcome="gone", reason=reason)
+        self._tick()
         self.deliveries.end(actor, version, outcome, reason)
 
     def evict(self, actor: str, state: str) -> None:
@@ -86,7 +89,7 @@ class Journal:
         if self.newest is not None:
             self.deliveries.offer(self.newest, [actor])
         if served is not None:
-            self.write("serves", actor=actor, version=served, figures={})
+            self._tick()
             self.deliveries.serves(actor, served, {})
 
 

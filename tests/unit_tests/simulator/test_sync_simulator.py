@@ -331,7 +331,7 @@ def write_run(folder: Path) -> None:
     journal: list[dict[str, Any]] = [{"event": "join", "actor": f"actor-{number}"} for number in range(2)]
     figures = {"transfer_s": MEASURED["transfer_s"], "apply_s": 0.0009, "pause_s": 0.0004}
     received = {"bytes_full": 1193984, "bytes_delta": 0, "bytes_relayed": 0}
-    journal += [{"event": "applied", "actor": "actor-0", "figures": figures | received}]
+    journal += [{"event": "delivery", "actor": "actor-0", "outcome": "applied", "figures": figures | received}]
     activity = [{"what": "generate", "begin": 10.0, "end": 12.0, "tokens": 2 * MEASURED["tokens_per_s"]}]
     for path, lines in (
         ("metrics.jsonl", rows),

@@ -325,7 +325,7 @@ def test_what_a_worker_says_of_an_older_version_ends_no_pull() -> None:
     job.train(1)
     group.run(3.0)
     assert group.leader.serving is not None and group.leader.serving.version == 1
-    assert not any(event == "ended" and row["outcome"] == "gone" for _, event, row in job.journal)
+    assert not any(event == "delivery" and row["outcome"] == "aborted" for _, event, row in job.journal)
     group.close()
 
 

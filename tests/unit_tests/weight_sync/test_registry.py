@@ -209,7 +209,7 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     actor.say("serving", version=0, digest=world.digest, figures={"transfer_s": 1.0})
     shown = first.last("status")["actors"]["a"]
     assert (shown["state"], shown["version"], shown["serves"]) == ("ready", 0, True)
-    assert shown["figures"] == {"transfer_s": 1.0} and world.events("applied")[-1]["actor"] == "a"
+    assert shown["figures"] == {"transfer_s": 1.0} and world.events("delivery")[-1]["actor"] == "a"
     # What happens at once is one message.
     count = first.count("status")
     for _ in range(5):
@@ -345,7 +345,7 @@ def test_actor_that_claims_what_was_not_published_is_hung_up_on(claim: Message, 
     actor.say(claim["type"], **{"figures": {}, **{name: value for name, value in claim.items() if name != "type"}})
     assert actor.over and world.registry.actors["a"].version == -1
     assert reason in world.machine.protocol_errors[-1]
-    assert not {event for event, _ in world.journal} & {"applied", "serves", "pulling", "ended", "poisoned", "forged"}
+    assert not {event for event, _ in world.journal} & {"delivery", "poisoned", "forged"}
     assert dict(trainer.last("status")["serving"]) == {-1: 1}
 
 
@@ -488,7 +488,7 @@ def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:
     assert (shown["state"], shown["version"], shown["evictions"]) == ("joining", -1, 1)
     assert shown["reason"] == "" and "replaced by a newer connection (it was ready)" in shown["eviction"]
     again.say("serving", version=0, digest=world.digest, figures={})
-    assert trainer.last("status")["actors"]["a"]["serves"] and world.events("serves")
+    assert trainer.last("status")["actors"]["a"]["serves"] and world.events("delivery")[-1]["figures"] == {}
     other = world.actor(instance="a-2")
     shown = trainer.last("status")["actors"]["a"]
     assert again.over and not other.over and shown["evictions"] == 2 and shown["eviction"]

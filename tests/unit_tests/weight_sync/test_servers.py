@@ -191,7 +191,7 @@ def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counte
     journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
     for _ in range(5000):
         journal.write("poisoned", {"actor": "evil", "reason": "x" * width})
-    journal.write("applied", {"actor": "good"})
+    journal.write("delivery", {"actor": "good"})
     now[0] = 10.0
     for _ in range(5000):
         journal.write("poisoned", {"actor": "evil", "reason": "x" * width})

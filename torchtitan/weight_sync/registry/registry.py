@@ -403,7 +403,6 @@ class Registry:
                 raise ProtocolError(f"{name} pulls {snapshot}")
             self.snapshots.begin(name, message["serial"], now, relayed=bool(actor.source))
             actor.enter(ActorState.PULLING)
-            self._write("pulling", {"actor": name, "version": message["version"]})
             self._deliveries.begin(name, message["version"])
         elif kind == "ended":
             self._on_ended(name, actor, message)
@@ -438,7 +437,6 @@ class Registry:
             actor.enter(ActorState.READY if actor.version >= 0 else ActorState.JOINING)
         if outcome == "refused":
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
-        self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
         if outcome == "staged":
             self._deliveries.stage(name, message["version"])
         else:
@@ -463,9 +461,6 @@ class Registry:
         actor.version, actor.figures = message["version"], message["figures"]
         actor.take(actor.version, None if newest is None else newest.version, self._runtime.now())
         actor.pinned = actor.version == self._pinned
-        # Without figures the actor only repeats what it already served.
-        event = "applied" if actor.figures else "serves"
-        self._write(event, {"actor": name, "version": actor.version, "figures": actor.figures})
         self._deliveries.serves(name, actor.version, actor.figures)
 
     # Trainer
