@@ -19,7 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torchtitan.config.engine_use import is_colocated, shares_devices
 from torchtitan.config.reading import read_command_line
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.models.shape.checkpoint_shape import find_flavor, read_shape
@@ -46,7 +45,7 @@ def figures(folder: Path, least_mfu: float, used: Path | None) -> Iterator[tuple
     # Of a GPU whose peak is not known (utils/cards.py), there is none.
     if least_mfu and "mfu" in last:
         yield "mfu", last["mfu"], ">=", least_mfu
-    if used is not None and (is_colocated(config) or shares_devices(config)):
+    if used is not None and (config.is_colocated or config.shares_devices):
         engine = colocated_memory(config, ranks, device_bytes_of_driver())
         assert engine is not None
         planned = max(beside_generation(config, memory) + engine.total, on_device(config, memory)) + engine.stays

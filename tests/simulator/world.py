@@ -18,7 +18,6 @@ from tests.deterministic.parts import REGISTRY, TOKEN, Actor, Rank, Shape
 from tests.journals import is_applied
 from tests.simulator.rollouts import Engine, Rollouts
 from tests.simulator.scenario import Scenario, slowest_of
-from torchtitan.config.engine_use import blocking_timeout_s
 from torchtitan.config.job_config import JobConfig
 from torchtitan.weight_sync.memory.manifest import Manifest
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE
@@ -95,7 +94,7 @@ class Trainer:
 
     def _wait_for_actors(self) -> None:
         self._since, self._waited_for = self._world.now, self.version
-        self._deadline = self._world.at(blocking_timeout_s(JobConfig()), None, self._waited)
+        self._deadline = self._world.at(JobConfig().blocking_timeout_s, None, self._waited)
         self.check_wait()
 
     def check_wait(self) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 from tests import fake_cuda
 from tests.patience import until
 from tests.unit_tests.preflight.test_memory_plan import Peak, even_shares
-from torchtitan.config.engine_use import allocator_settings
+from torchtitan.config.device_memory import allocator_settings
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import ContextParallel, clip_gradients_, gradient_norm_and_votes

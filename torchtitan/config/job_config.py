@@ -151,6 +151,50 @@ class JobConfig:
     source: list[Source] = field(default_factory=list)
     """[[source]]: the tasks of a run that has several; see source_configs()"""
 
+    @property
+    def has_engines(self) -> bool:
+        """Whether anything is sampled: not where recorded batches are replayed, and for demonstrations only to
+        evaluate."""
+        return not self.rollout.replay and (self.job.stage != "sft" or self.sft.sample)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the engines run inside the trainer's ranks."""
+        return self.inference.spec.in_ranks and self.has_engines
+
+    @property
+    def started_actors(self) -> int:
+        """How many actors the run starts as processes of their own."""
+        has_actors = self.has_engines and not self.inference.spec.in_ranks
+        return self.inference.num_actors if has_actors and not self.inference.servers else 0
+
+    @property
+    def sleeps_between_batches(self) -> bool:
+        """Whether actors that are processes of their own sleep while the trainer trains."""
+        return self.has_engines and not self.inference.spec.in_ranks and self.inference.sleep_level > 0
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
+        return self.sleeps_between_batches and self.inference.spec.on_gpus and not self.inference.servers
+
+    @property
+    def blocking_timeout_s(self) -> float:
+        """In blocking mode, how long a step waits for live actors to have its version. The other ranks wait in a
+        collective meanwhile: the last quarter of its time is for the next command, and actors that sleep need some to
+        wake up."""
+        wakes_s = self.inference.sleep_timeout_s if self.sleeps_between_batches else 0.0
+        return 0.75 * self.comm.train_timeout_seconds - wakes_s
+
+    @property
+    def verification(self) -> str:
+        """What weight_sync.verify means for this run: digest, probe or off."""
+        chosen = self.weight_sync.verify
+        if chosen != "auto":
+            return chosen
+        # Actors with adapters have no tensor that is what was sent.
+        return "digest" if self.inference.spec.digests and self.lora.rank == 0 else "probe"
+
 
 @cache
 def table_types() -> dict[str, Any]:

@@ -83,7 +83,7 @@ def backend() -> str:
 
 
 def set_allocators(settings: str) -> None:
-    """On a GPU, set up torch's allocators (config.engine_use.allocator_settings) before anything is allocated; what
+    """On a GPU, set up torch's allocators (config.device_memory.allocator_settings) before anything is allocated; what
     PYTORCH_ALLOC_CONF says wins."""
     set_already = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if device().type == "cuda" and settings and not set_already:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from torchtitan.config.engine_use import is_colocated, shares_devices, stages_on_device
+from torchtitan.config.device_memory import stages_on_device
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.errors import UserError
@@ -57,7 +57,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
     if not devices or not config.inference.spec.on_gpus:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
-    ranks = 0 if on_cpu or shares_devices(config) else local_world_size()
+    ranks = 0 if on_cpu or config.shares_devices else local_world_size()
     size = config.inference.engine.tensor_parallel_size
     first = ranks + number * size
     if first + size > len(devices):
@@ -133,7 +133,7 @@ def engine_memory(
     graphs = 0 if chosen.intersection(config.inference.spec.eager_options) else GRAPHS
     staging = version_bytes(config, args) if stages_on_device(config) else 0
     groups = (ranks > 1) * (1 + (config.parallelism.tensor_parallel_degree > 1)) + (size > 1)
-    overhead = CONTEXT * (1 if is_colocated(config) else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
+    overhead = CONTEXT * (1 if config.is_colocated else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
     # Shares are whole thousandths, rounded up.
     left = int(0.999 * device_bytes) - trainer_bytes - weights - work - graphs - staging - overhead
     kv_cache = min(wanted, max(0, left))

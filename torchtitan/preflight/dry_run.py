@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig, config_to_toml, value_at
 from torchtitan.config.kinds import chooser_of
 from torchtitan.config.reading import PLACE, Draft
@@ -76,7 +75,7 @@ def _without_adapters(config: JobConfig) -> str:
 
 
 def _without_engines(config: JobConfig) -> str:
-    return "" if has_engines(config) else "the run samples nothing"
+    return "" if config.has_engines else "the run samples nothing"
 
 
 def _without_reference(config: JobConfig) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-from torchtitan.config.engine_use import blocking_timeout_s, has_engines, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.slurm import SLURM, slurm_urls
 from torchtitan.config.transports import TRANSPORTS
@@ -47,7 +46,7 @@ def _check_servers(check: Check) -> None:
     config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
     starts = config.inference.num_actors > 0 or config.inference.spec.in_ranks
-    none_there = not (starts or servers or config.inference.discover) and has_engines(config)
+    none_there = not (starts or servers or config.inference.discover) and config.has_engines
     text = "needs inference.servers, the actors that run already, or inference.discover"
     check.refuse("inference.num_actors", none_there, text)
     if config.inference.discover:
@@ -75,7 +74,7 @@ def _check_servers(check: Check) -> None:
 
 def _check_discover(check: Check) -> None:
     config, text = check.config, ""
-    if config.inference.spec.in_ranks or not has_engines(config):
+    if config.inference.spec.in_ranks or not config.has_engines:
         text = "needs an engine with actors, and rollouts"
     elif config.inference.sleep_level:
         text = "needs inference.sleep_level = 0: an actor may come while the others sleep"
@@ -97,7 +96,7 @@ def check_weight_sync(check: Check) -> None:
     refuse("training.enable_cpu_offload", offloaded, text)
     if config.grpo.async_weight_update:
         return
-    longest = blocking_timeout_s(config)
+    longest = config.blocking_timeout_s
     text = f"must be less than {longest:g}, by comm.train_timeout_seconds = {config.comm.train_timeout_seconds}: in "
     text += "blocking mode, other ranks wait in a collective meanwhile"
-    refuse("inference.drain_timeout_s", sleeps_between_batches(config) and inference.drain_timeout_s >= longest, text)
+    refuse("inference.drain_timeout_s", config.sleeps_between_batches and inference.drain_timeout_s >= longest, text)

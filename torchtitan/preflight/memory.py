@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torchtitan.config.engine_use import has_engines, is_colocated, started_actors
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -38,7 +37,7 @@ def host_bytes(config: JobConfig, args: ModelArgs, ranks: int, at_least: bool = 
     slots, saving = parts.pop("slots", 0), parts.pop("checkpoint", 0)
     training = sum(size for part, size in parts.items() if not (at_least and part in _PASSING))
     needed = {TRAINING: training + local * PROCESS_BYTES, SLOTS: slots, SAVING: saving, ACTORS: 0}
-    if actors := started_actors(config):
+    if actors := config.started_actors:
         # Its weights, and the version that it receives meanwhile.
         weights = 0 if trains_on_gpu() else 2 * version_bytes(config, args)
         needed[ACTORS] = actors * (PROCESS_BYTES + weights)
@@ -77,9 +76,9 @@ def connections(config: JobConfig) -> int:
     """Return the most connections that rank 0 has at a time: one for each request to an actor, which generates at least
     one sequence, and one to look at each actor. What agents in isolated workers ask passes through rank 0, too, by two
     more."""
-    if not has_engines(config) or is_colocated(config):
+    if not config.has_engines or config.is_colocated:
         return 0
-    actors = len(config.inference.servers) or started_actors(config) or 1
+    actors = len(config.inference.servers) or config.started_actors or 1
     requests = actors * (config.inference.max_sequences + 1)
     return actors + requests * (3 if config.environment.uses_gateway else 1)
 

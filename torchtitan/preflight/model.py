@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.teachers import (
     compares_vocabulary,
@@ -75,7 +74,7 @@ def check_lora(check: Check) -> None:
         refuse("lora.base_bits", lora.base_bits == 4, f"must be 16 {text}")
     if config.model.flavor and not check.planning and not any(Path(config.model.hf_assets_path).glob("*.safetensors")):
         text = "needs the weights of model.hf_assets_path: actors get only the adapters"
-        refuse("lora.rank", has_engines(config), text)
+        refuse("lora.rank", config.has_engines, text)
         text = "must be 16 because the weights are random: there are none in model.hf_assets_path"
         refuse("lora.base_bits", lora.base_bits == 4, text)
     missing = lora.adapter_path and not (Path(lora.adapter_path) / "adapter_config.json").is_file()
@@ -124,7 +123,7 @@ def _missing(check: Check) -> str:
             "model.hf_assets_path to one (no actor is started with rollout.replay, inference.servers, "
             "or job.stage = sft without sft.sample)"
         )
-    starts_actors = has_engines(config) and not config.inference.servers
+    starts_actors = config.has_engines and not config.inference.servers
     needs_model = starts_actors or not config.model.flavor
     if needs_model and not (directory / "config.json").is_file():
         return f": there is no config.json in it{reason}"
@@ -255,7 +254,7 @@ def check_stage(check: Check) -> None:
     """Check [sft], [distill] and keys that the stage does not use."""
     config = check.config
     text = "needs evaluations that sample: eval.num_prompts > 0, and sft.sample = true in stage sft"
-    check.refuse("eval.stop_at", config.eval.stop_at and not (config.eval.is_used and has_engines(config)), text)
+    check.refuse("eval.stop_at", config.eval.stop_at and not (config.eval.is_used and config.has_engines), text)
     if config.job.stage == "sft":
         _check_sft(check)
     else:

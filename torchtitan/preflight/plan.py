@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, stages_on_device
+from torchtitan.config.device_memory import stages_on_device
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import group_size, warn_long_warmup, warn_no_fp32_masters
@@ -90,7 +90,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     ]
     if trains_on_gpu():
         lines += describe_step_time(config, args, ranks)
-    if is_colocated(config) or shares_devices(config):
+    if config.is_colocated or config.shares_devices:
         lines += _describe_shared(config, ranks, memory)
     return "# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
@@ -131,7 +131,7 @@ def _where(config: JobConfig, part: str) -> str:
 def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) -> list[str]:
     """Describe the memory that each process needs for versions in transit."""
     sync, inference = config.weight_sync, config.inference
-    if is_colocated(config):
+    if config.is_colocated:
         return []
     on_gpu = "slots" not in parts_on_host(config)
     slots = sync.slots_per_rank
@@ -147,7 +147,7 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     shared = f", once for its {workers} workers" if workers > 1 else ""
     lines.append(f"{_staging(config)} per actor: {size_text(version_bytes)} of {where}{shared}")
     planned = device_bytes_of_driver() or PLANNED_DEVICE
-    if not (shares_devices(config) or inference.servers) and (share := own_share(config, planned)):
+    if not (config.shares_devices or inference.servers) and (share := own_share(config, planned)):
         lines.append(f"gpu_memory_utilization of the engine beside it: {share:.3f} of {planned / GIB:.0f} GiB")
     return lines
 
@@ -186,7 +186,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     level = inference.sleep_level
     asleep = {0: "", 1: f", {size_text(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
-        f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {size_text(engine.total)}{fits}",
+        f"{'colocated engine per rank' if config.is_colocated else 'engine per GPU'}: {size_text(engine.total)}{fits}",
         f"  weights: {size_text(engine.weights)}",
         f"  kv_cache: {size_text(engine.kv_cache)}{cut}",
         f"  work: {size_text(engine.work)}",
@@ -205,9 +205,9 @@ def _actors(config: JobConfig, ranks: int) -> str:
     joining = ", and those that join by themselves" if inference.discover else ""
     if config.rollout.replay:
         return f"none, rollouts are replayed from {config.rollout.replay}"
-    if not has_engines(config):
+    if not config.has_engines:
         return "none, demonstrations are trained on"
-    if is_colocated(config):
+    if config.is_colocated:
         size = inference.engine.tensor_parallel_size
         replicas = max(1, ranks // size)
         return f"{replicas} × {inference.backend} (tensor parallel {size}, {inference.dtype}) on the ranks"
@@ -216,7 +216,7 @@ def _actors(config: JobConfig, ranks: int) -> str:
     if inference.num_actors == 0:
         return f"none at first{joining}"
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
-    where = " on the ranks' GPUs" if shares_devices(config) else ""
+    where = " on the ranks' GPUs" if config.shares_devices else ""
     return f"{inference.num_actors} × {inference.backend} ({inference.dtype}){where}, {update}{joining}"
 
 

@@ -6,7 +6,6 @@ are those of good kernels. No torch here.
 
 from __future__ import annotations
 
-from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, started_actors
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.source_configs import longest_completion
 from torchtitan.models.shape.costs import BYTES, version_bytes
@@ -36,7 +35,7 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int, card: Car
     if config.rollout.replay or inference.servers or not config.inference.spec.on_gpus:
         return None
     size, longest = inference.engine.tensor_parallel_size, longest_completion(config)
-    engines = max(1, ranks // size) if is_colocated(config) else max(1, inference.num_actors)
+    engines = max(1, ranks // size) if config.is_colocated else max(1, inference.num_actors)
     each = -(-config.training.global_batch_size // engines)
     rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
     width = BYTES[inference.dtype]
@@ -51,14 +50,14 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
     name, found = driver_card()
     card = found or H100
     training, generation = training_time(config, args, ranks, card), generation_seconds(config, args, ranks, card)
-    in_turn = is_colocated(config) or shares_devices(config) or not config.grpo.async_weight_update
+    in_turn = config.is_colocated or config.shares_devices or not config.grpo.async_weight_update
     step, parts = training.total, f"training {training.total:,.1f} s"
     if generation is not None:
         step = step + generation if in_turn else max(step, generation)
         parts += f" and generation {generation:,.1f} s {'one after the other' if in_turn else 'at the same time'}"
     gpus = ranks
-    if generation is not None and not (is_colocated(config) or shares_devices(config)):
-        gpus += started_actors(config) * config.inference.engine.tensor_parallel_size
+    if generation is not None and not (config.is_colocated or config.shares_devices):
+        gpus += config.started_actors * config.inference.engine.tensor_parallel_size
     tokens = config.training.global_batch_size * config.training.seq_len / (step * gpus)
     lines = [
         f"step at the hardware's limit: {step:,.1f} s, {parts}: {tokens:,.0f} tokens/s/GPU ({_assumed(name, found)}, "
@@ -72,7 +71,7 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
         lines.append(f"  with all messages hidden behind computation, its MFU were {training.mfu(True):.2f}")
     if generation is not None:
         longest["generation"] = generation
-    if has_engines(config) and not is_colocated(config):
+    if config.has_engines and not config.is_colocated:
         longest["a version to an actor"] = version_bytes(config, args) / LINK
         lines.append(f"  a version to an actor: {longest['a version to an actor']:,.1f} s over 100 Gbit/s")
     lines.append(f"  what takes longest: {max(longest, key=longest.__getitem__)}")

@@ -18,7 +18,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.gpu_defaults import device_problem
 from torchtitan.config.job_config import JobConfig, table_types
@@ -248,7 +247,7 @@ def _check_optimizer(check: Check) -> None:
 def _check_lengths(check: Check) -> None:
     training, grpo = check.config.training, check.config.grpo
     text = f"must be less than training.seq_len = {training.seq_len}, which holds prompt and completion"
-    samples = has_engines(check.config) or check.config.rollout.replay
+    samples = check.config.has_engines or check.config.rollout.replay
     too_long = samples and check.config.rollout.max_completion_tokens >= training.seq_len
     check.refuse("rollout.max_completion_tokens", too_long, text)
     text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"

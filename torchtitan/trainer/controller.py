@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.config.engine_use import blocking_timeout_s, sleeps_between_batches
 from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -160,7 +159,7 @@ class Controller:
         self.colocated = pool if isinstance(pool, ReplicaPool) else None
         self.actors = pool if isinstance(pool, InferencePool) else None
         self.sync = weights if isinstance(weights, WeightSync) else None
-        self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}
+        self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if config.sleeps_between_batches else {}
         """Empty unless actors sleep while the trainer trains"""
         self._last_snapshot_try = 0.0
         self._newest = 0
@@ -345,7 +344,7 @@ class Controller:
         self._decide(version, published)
         self._newest = version if published else self._newest
         if published and self.sync is not None and not self.config.grpo.async_weight_update:
-            outcome = self.sync.wait_until_applied(version, blocking_timeout_s(self.config))
+            outcome = self.sync.wait_until_applied(version, self.config.blocking_timeout_s)
             for actor, reason in outcome.missing.items():
                 self.events.write(
                     "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason

@@ -18,13 +18,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.engine_use import (
+from torchtitan.config.device_memory import (
     allocator_settings,
-    has_engines,
-    is_colocated,
-    sleeps_between_batches,
-    started_actors,
-    verification,
 )
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
@@ -83,7 +78,7 @@ class TrainingJob:
     def __init__(self, config: JobConfig):
         self.config = config
         self.version = 0
-        self._sleeps = sleeps_between_batches(config)
+        self._sleeps = config.sleeps_between_batches
         self._closing = contextlib.ExitStack()
         self._waited = self._probe_s = 0.0
         self._stepped = self._done = False
@@ -259,7 +254,7 @@ class TrainingJob:
         if published and self._probe:
             started, started_at = time.perf_counter(), time.time()
             # Actors that prove their weights by themselves only sample.
-            log_probs = self.trainer.score(self._probe) if verification(self.config) == "probe" else []
+            log_probs = self.trainer.score(self._probe) if self.config.verification == "probe" else []
             following = self.trainer.next_log_probs(self._probe, sampled_behind(self._probe))
             self._recorder.add("probe", started_at)
             self._probe_s += time.perf_counter() - started
@@ -355,7 +350,7 @@ class TrainingJob:
         self._describe_devices(address)
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
-        device.set_threads(config.training.threads, beside=started_actors(config))
+        device.set_threads(config.training.threads, beside=config.started_actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         data = self._open_data(start, epoch, token) if rank == 0 else None
@@ -405,7 +400,7 @@ class TrainingJob:
             begins = start.load_step is None and not start.lost
             data.live_page = LivePage(self.run_dir, config.metrics.live_port, must_start=begins)
             self._closing.callback(data.live_page.close)
-        if has_engines(config):
+        if config.has_engines:
             # Actors need as long to start as the trainer does: let them start side by side.
             data.rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
             self._closing.enter_context(data.rollouts)
@@ -431,7 +426,7 @@ class TrainingJob:
         )
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         # An engine in these processes is judged by what it samples, see mismatch.py.
-        in_ranks = is_colocated(config)
+        in_ranks = config.is_colocated
         self._probe = [] if in_ranks else mismatch.probe_tokens(config, policy.args.vocab_size)
         if start.load_step is None:
             if config.checkpoint.enable:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan.config.engine_use import has_engines, is_colocated, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.pool.weight_probe import probes_samples, sampling_tolerance
@@ -50,7 +49,7 @@ class ActorFigures:
 def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
     """Token ids of the text that the trainer and all actors have to agree on (inference/pool/weight_probe.py), the same
     on every rank; empty where nothing is probed, neither scores nor samples."""
-    if not has_engines(config) or not probes_samples(config):
+    if not config.has_engines or not probes_samples(config):
         return []
     limit = max(2, min(MAX_TOKENS, config.training.seq_len - 1))
     tokens = Tokenizer(config.model.hf_assets_path).encode(TEXT)[:limit]
@@ -98,7 +97,7 @@ def reason_to_stop(
     if limit > 0 and _above(value, limit):
         text = f"stopped: mismatch_kl of the batch that made version {version} is {value:.4g}"
         return UserError(f"{text}, above grpo.mismatch_kl_stop = {limit:g}. {WHAT_TO_LOOK_AT}")
-    if not is_colocated(config):
+    if not config.is_colocated:
         return None
     for name, reason in judge_actors(config, actors, version - 1).items():
         if reason:
@@ -110,7 +109,7 @@ def reason_to_stop(
 def judge_actors(config: JobConfig, actors: Mapping[str, ActorFigures], version: int) -> dict[str, str]:
     """Return, for every actor of which a batch of `version` shows enough, why its log-probs are wrong: empty where they
     differ from the trainer's by no more than rounding."""
-    if verification(config) == "off":
+    if config.verification == "off":
         return {}
     bound = sampling_tolerance(config)
     judged = {name: found for name, found in actors.items() if found.tokens >= LEAST_JUDGED}

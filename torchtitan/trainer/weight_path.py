@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -65,7 +64,7 @@ def open_weight_path(
     replica: this rank's part of the engines on the trainer's own devices, if there are any.
     """
     rank, ranks = device.rank(), device.world_size()
-    if not has_engines(config):
+    if not config.has_engines:
         yield NoActors()
         return
     if replica is not None:

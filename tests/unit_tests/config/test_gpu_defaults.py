@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from torchtitan.config import gpu_defaults
-from torchtitan.config.engine_use import allocator_settings
+from torchtitan.config.device_memory import allocator_settings
 from torchtitan.config.job_config import JobConfig
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
-from torchtitan.config.engine_use import verification
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config
@@ -362,7 +361,7 @@ def test_adapters_are_for_every_engine_and_probed(
 ) -> None:
     monkeypatch.setattr("torchtitan.inference.engines.checks.has_gpu", lambda: True)
     config = load_config([*write_config(), "--lora.rank", "4", *words])
-    assert verification(config) == "probe"
+    assert config.verification == "probe"
 
 
 def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.inference.engines.descriptor import EngineDescriptor
@@ -30,7 +29,7 @@ def missing(config: JobConfig) -> Iterator[tuple[str, str]]:
     no_gpu = engine.spec.on_gpus and not inference.servers and not has_gpu()
     if inference.sleep_level and no_gpu:
         yield "inference.sleep_level", ON_CPU
-    if config.grpo.routing_replay and has_engines(config) and no_gpu and not engine.features.reports_experts_on_cpu:
+    if config.grpo.routing_replay and config.has_engines and no_gpu and not engine.features.reports_experts_on_cpu:
         text = f"needs a GPU with inference.backend = {engine.spec.name}: its CPU build cannot report the experts of "
         yield "grpo.routing_replay", text + "its tokens"
     if inference.engine.python and not Path(inference.engine.python).is_file():
@@ -75,7 +74,7 @@ def _update_problems(config: JobConfig, engine: EngineDescriptor) -> Iterator[tu
         yield "inference.in_flight_kv", f"must be {' or '.join(features.in_flight_kv)} with {name}"
     if inference.sleep_level and not features.sleeps:
         yield "inference.sleep_level", f"must be 0: {name} does not sleep"
-    if config.grpo.routing_replay and has_engines(config) and not features.reports_experts:
+    if config.grpo.routing_replay and config.has_engines and not features.reports_experts:
         yield "grpo.routing_replay", _without_experts(engine)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchtitan.config.engine_use import started_actors
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import DISK_ERRORS, UserError
 from torchtitan.inference.actor_client import (
@@ -158,7 +157,7 @@ class InferencePool:
         servers = self._config.inference.servers
         if self._config.model.hf_assets_path:
             self._demands = await asyncio.to_thread(demands, self._config)
-        for i in range(len(servers) or started_actors(self._config)):
+        for i in range(len(servers) or self._config.started_actors):
             self._add(f"actor-{i}", i, servers[i] if servers else "")
         if servers:
             await asyncio.gather(*(actor.probe_once() for actor in self._actors))

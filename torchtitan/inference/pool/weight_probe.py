@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config.engine_use import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorError, AnswerRefused, VerifiedVersions
 from torchtitan.inference.engines.registry import engine_of
@@ -91,7 +90,7 @@ def probes_samples(config: JobConfig) -> bool:
 
     Digests prove weights, and not what is computed with them. In a run that is a version ahead of its samples, no batch
     but the first shows that. The actors that the run starts itself with the trainer's own layers are spared."""
-    how = verification(config)
+    how = config.verification
     if how != "digest":
         return how == "probe"
     return _has_actors_of_others(config) or not engine_of(config).features.trainers_layers
@@ -196,7 +195,7 @@ class ParityGuard:
 
     def __init__(self, config: JobConfig, epoch: str, events: EventLog, answers: ProbeAnswers):
         self._epoch, self._events, self._answers = epoch, events, answers
-        self._how, self._probes_samples = verification(config), probes_samples(config)
+        self._how, self._probes_samples = config.verification, probes_samples(config)
         self._config = config
         # The trainer chooses the experts of the probe's tokens by itself.
         self._samples_tolerance = FEW_SAMPLES * sampling_tolerance(config, replays=False)

@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torchtitan
-from torchtitan.config.engine_use import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import Facts, base_url
@@ -105,7 +104,7 @@ def demands(config: JobConfig) -> Facts:
         "max-sequences": inference.max_sequences,
         "max-length": config.training.seq_len,
         "exact": int(inference.engine.exact),
-        "verify-every": int(verification(config) == "digest"),
+        "verify-every": int(config.verification == "digest"),
     }
     # Adapters are merged into the actor's own weights. The actors that a run starts read the very files of the run, and
     # for others all of them are read.

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.config.engine_use import is_colocated
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import keeps_unsharded_params
@@ -134,7 +133,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, ranks: int) -> MemoryEst
         (stays, 0, 0, root * (computed + sent) // computed * trains),
     )
     gathered, activations, logits, unreduced = max(moments, key=sum)
-    slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
+    slots = 0 if config.is_colocated else config.weight_sync.slots_per_rank
     saves = config.checkpoint.enable and config.checkpoint.async_mode == "async"
     return MemoryEstimate(
         parameters=-(-(base + (1 + keeps_initial_adapters(config)) * adapters * BYTES["float32"]) // sharing),

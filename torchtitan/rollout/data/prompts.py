@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.engine_use import has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.config.source_configs import source_name
@@ -59,7 +58,7 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     rollout, evaluation = config.rollout, config.eval
     # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
-    judging = {judging_reward(config)} if evaluation.is_used and has_engines(config) else set()
+    judging = {judging_reward(config)} if evaluation.is_used and config.has_engines else set()
     rows = _with_chats(load_rows(rollout.dataset), config, rollout.dataset, "rollout.dataset")
     if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
         renderer.warn_of_ends()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from torchtitan.config.engine_use import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import learns_from_rewards, reward_labels, reward_weights
 from torchtitan.config.source_configs import source_name
@@ -65,7 +64,7 @@ class SourceFlow:
         self.resample: list[int] = []
         """Positions that must be generated again, as a heap"""
         # Actors that sleep during training cannot work ahead, and should have nothing unfinished when it begins.
-        ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
+        ahead = 0 if config.sleeps_between_batches else config.rollout.max_staleness
         share = scheduler.share(name)
         self.budget = StalenessBudget(
             scheduler.groups * share, ahead, quotas=lambda batches: scheduler.upcoming(name, batches)

@@ -28,13 +28,12 @@ class Ipc(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.engine_use import shares_devices
         from torchtitan.config.gpu_defaults import trains_on_gpu
 
         spec = config.inference.spec
         started = spec.on_gpus and not spec.in_ranks and not config.inference.servers
         # A process can only open the memory of devices that it sees.
-        if started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu():
+        if started and not config.shares_devices and not config.rollout.replay and trains_on_gpu():
             yield (
                 "weight_sync.transport",
                 "engines that the run starts see only their own GPUs and cannot open the memory of the ranks' GPUs: "

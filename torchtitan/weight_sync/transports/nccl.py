@@ -33,11 +33,11 @@ class Nccl(Transport):
 
     @staticmethod
     def problems(config: JobConfig, engine_python: Callable[[], str | None]) -> Iterator[tuple[str, str]]:
-        from torchtitan.config.engine_use import has_engines, is_colocated, shares_devices, stages_on_device
+        from torchtitan.config.device_memory import stages_on_device
         from torchtitan.config.gpu_defaults import trains_on_gpu
 
         key = "weight_sync.transport"
-        if trains_on_gpu() and has_engines(config) and not is_colocated(config) and not stages_on_device(config):
+        if trains_on_gpu() and config.has_engines and not config.is_colocated and not stages_on_device(config):
             yield (
                 key,
                 f"must be {off_device()}: NCCL goes from GPU to GPU, and of the engines only vllm on one GPU receives "
@@ -45,7 +45,7 @@ class Nccl(Transport):
             )
         if (text := differing_nccl(config, engine_python())) is not None:
             yield key, text
-        if shares_devices(config):
+        if config.shares_devices:
             text = "NCCL allows one member of a communicator per GPU"
             yield key, f"must be {off_device()} or ipc with inference.sleep_level: {text}"
 

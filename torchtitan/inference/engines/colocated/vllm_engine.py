@@ -20,7 +20,6 @@ from unittest import mock
 import numpy
 import torch
 
-from torchtitan.config.engine_use import is_colocated
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.distributed import device
@@ -271,7 +270,7 @@ def open_replica(config: JobConfig, run_dir: Path) -> Iterator[Replica | None]:
     Raises:
         UserError: there is no vLLM here, it refuses its options, or its KV cache does not fit beside the trainer.
     """
-    if not is_colocated(config):
+    if not config.is_colocated:
         yield None
         return
     inference, rank = config.inference, device.rank()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from torchtitan.config.engine_use import started_actors, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.engines.descriptor import EngineDescriptor, Features, TeacherScores
@@ -63,13 +62,13 @@ class Embedded(EngineDescriptor):
             *shared_command(PROGRAM, config, port_file),
             "--cache-mb", str(cache_megabytes(config)),
             "--threads", str(threads_per_actor(inference)),
-            "--verify-every", str(int(verification(config) == "digest")),
+            "--verify-every", str(int(config.verification == "digest")),
             "--require-version",
             *(["--exact"] if inference.engine.exact else []),
         ]  # fmt: skip
 
     def prepare(self, config: JobConfig) -> None:
-        if started_actors(config):
+        if config.started_actors:
             forking.prepare(child_environment(threads_per_actor(config.inference), secrets=True))
 
     def starter(self, command: Sequence[str], environment: Mapping[str, str]) -> Starter | None:

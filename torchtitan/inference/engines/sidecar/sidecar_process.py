@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from torchtitan.config.engine_use import shares_devices, sleeps_between_batches, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.transports import TRANSPORTS
 from torchtitan.errors import UserError
@@ -92,12 +91,12 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     return [
         "--route", route,
         "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
-        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
+        "--sleep-level", str(inference.sleep_level if config.sleeps_between_batches else 0),
         "--update-timeout", str((sync.apply_deadline(size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
         # These transports move a version from device to device.
         *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
-        *(["--verify-every", "1"] if verification(config) == "digest" else []),
+        *(["--verify-every", "1"] if config.verification == "digest" else []),
         *(["--disk-path", sync.table.path] if sync.table.path and "://" not in sync.table.path else []),
         "--engine-arguments", json.dumps(engine_words(engine_args)),
     ]  # fmt: skip
@@ -109,7 +108,7 @@ def share_beside_trainer(config: JobConfig) -> float:
 
     Raises UserError if not even one sequence fits.
     """
-    device_bytes = device_bytes_of_driver() if shares_devices(config) else None
+    device_bytes = device_bytes_of_driver() if config.shares_devices else None
     memory = colocated_memory(config, world_size(), device_bytes) if device_bytes else None
     if memory is None or device_bytes is None:
         return 0.0
