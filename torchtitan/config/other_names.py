@@ -129,7 +129,6 @@ OTHER_NAMES: dict[str, str] = {
     "gateway_url": "environment.gateway.url",
     "inference.launch": "inference.num_actors (0 for false)",
     "inference.mode": "inference.backend (colocated for colocate)",
-    "weight_sync.apply_timeout_s": "derived from the bytes of a version (docs/weight_sync.md)",
     "join_timeout_s": "inference.startup_timeout_s",
     "eval.enable": "eval.num_prompts (0 for false)",
     "comm.init_timeout_seconds": "comm.train_timeout_seconds (1.5 × as long, at least 300 s)",
