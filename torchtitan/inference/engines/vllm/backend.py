@@ -209,6 +209,8 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, staged: StagedVersion) -> None:
         self._holds = None
+        if self.checker is not None:
+            self.checker.replacing()
         if self.device.type == "cpu":
             # The next version needs the same buffers; without this up to half of a load is page faults. Not before the
             # first one: what the engine's start has freed has gone back.

@@ -52,11 +52,18 @@ class LiveWeightChecker(Verification):
         self._compare, self._where, self._report = compare, where, report
         self._look: _Look | None = None
 
+    def replacing(self) -> None:
+        """The model's weights change from here on, perhaps to half of a version: a look that has not compared all of
+        them is over. What has been queued on a device compares them as they were."""
+        if self._look is not None and not self._look.waits:
+            self._go_on(self._look, _give_up)
+
     def applied(self, staged: StagedVersion) -> None:
         """The model holds this version, as far as is known."""
-        look, self._look = self._look, None
-        if look is not None and self.judge(look.staged, _give_up):
-            self._report(self.status)
+        look = self._look
+        # Results that were on their way have arrived, as the new version's copies are done.
+        if look is not None and not (look.waits and self._go_on(look, look.go_on)):
+            self._go_on(look, _give_up)
         if self.due(staged) and isinstance(staged.tensors, StagedTensors):
             comparisons = self._compare(staged.tensors)
             if comparisons is not None:
@@ -69,12 +76,16 @@ class LiveWeightChecker(Verification):
             return
         end = time.monotonic() + CHECK_SECONDS
         while time.monotonic() < end:
-            if self.judge(look.staged, look.go_on):
-                self._look = None
-                self._report(self.status)
+            if self._go_on(look, look.go_on) or look.waits:
                 return
-            if look.waits:
-                return
+
+    def _go_on(self, look: _Look, check: Callable[[], str | None]) -> bool:
+        """Whether the look is over with this piece of work."""
+        if not self.judge(look.staged, check):
+            return False
+        self._look = None
+        self._report(self.status)
+        return True
 
 
 def _give_up() -> str:
@@ -87,6 +98,8 @@ class _Look:
     def __init__(self, staged: StagedVersion, comparisons: Iterator[Comparison], where: torch.device):
         self.staged = staged
         self._comparisons, self._where = comparisons, where
+        self._compares = False
+        """Whether anything has been compared"""
         self._differ: dict[str, torch.Tensor] = {}
         """Parameters -> whether they differ, a bool [] on the device"""
         self._arriving: tuple[Fence, torch.Tensor] | None = None
@@ -103,10 +116,13 @@ class _Look:
         except torch.OutOfMemoryError as error:
             raise CheckStopped(f"the engine's device has no memory left to look at its weights: {error}") from error
         if comparison is None:
+            if not self._compares:
+                raise CheckStopped("nothing that the engine holds could be compared with it")
             return self._read()
         parameters, same = comparison
         if same is None:
             return None
+        self._compares = True
         if self._where.type == "cpu":
             return None if bool(same) else self._wrong(parameters)
         known = self._differ.get(parameters)
