@@ -48,7 +48,7 @@ from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import GPU_HEAD_BYTES, estimate_memory
 from torchtitan.preflight import roofline
 from torchtitan.preflight.validate import load_config
-from torchtitan.trainer import policy_trainer
+from torchtitan.trainer.batch_totals import BatchTotals
 from torchtitan.trainer.checkpoint import materialize_optimizer, stage
 from torchtitan.trainer.packing import MicroBatch
 from torchtitan.trainer.policy_trainer import PolicyTrainer
@@ -181,7 +181,7 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
         policy.tie_weights()
         trainer = PolicyTrainer(config, dims, policy.train())
         on_cuda(pack)
-        totals = policy_trainer._Totals(trainer.device)
+        totals = BatchTotals(trainer.device)
         old = torch.empty_like(pack.weights) if config.grpo.recompute_old_log_probs else None
         for counted in (False, True):
             peak.most, peak.counting = 0, counted

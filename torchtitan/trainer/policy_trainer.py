@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.reward_names import learns_from_rewards, reward_weights
+from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.source_configs import longest_completion, source_configs
 from torchtitan.config.teachers import compares_vocabulary, held_references, hints_after_scoring, teacher_id
 from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gather_values, gradient_norm_and_votes
@@ -22,9 +22,7 @@ from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.grpo.advantages import group_advantages, normalized_each
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, WithObservations, k3, stage_figures, stage_settings
-from torchtitan.inference.types import sampled_segments
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, WithObservations, stage_figures, stage_settings
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.head.divergence_head import Comparison
 from torchtitan.models.head.fused_head import TokenObjective
@@ -34,6 +32,8 @@ from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import before_micro_batch, build_policy
 from torchtitan.models.shape.costs import Passes, model_flops, throughput
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.batch_totals import BatchTotals
+from torchtitan.trainer.credit import assign_advantages
 from torchtitan.trainer.mismatch import ActorFigures
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
@@ -47,17 +47,6 @@ logger = logging.getLogger(__name__)
 
 # The run stops after so many optimizer steps in a row with a loss or gradient that is not finite.
 MAX_SKIPPED_STEPS = 5
-SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl", "compared")
-MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
-OBSERVED_SUMS = ("observation", "observed")
-ALL_SUMS = (*SUMS, *MISMATCH_SUMS, *OBSERVED_SUMS, "replayed", "routed", "computed", "inputs", "operations")
-LARGEST = ("ratio", "mismatch")
-# Figures that only some runs have: name, its sum, and what it is divided by.
-MEANS_OF_SOME_RUNS = (
-    ("reference_kl", "reference_kl", "compared"),
-    ("observation/loss", "observation", "observed"),
-    ("routing/replayed_share", "replayed", "routed"),
-)
 
 
 @dataclass
@@ -122,13 +111,13 @@ class PolicyTrainer:
         """
         started = time.perf_counter()
         if learns_from_rewards(self.config):
-            self._assign_advantages(batch)
+            assign_advantages(self.config, batch)
         # AdamW would step on its momentum alone. Every rank sees all samples, and so leaves out the same minibatches.
         divided = minibatches(batch, self.config.grpo.num_minibatches)
         divided = [part for part in divided if self._has_trained_tokens(part)]
         actors = self._judged_actors(batch)
         parts = [self._pack(groups, batch.version, actors) for groups in divided or [[]]]
-        totals = _Totals(self.device, actors)
+        totals = BatchTotals(self.device, actors)
         packs = [micro_batch for part in parts for micro_batch in part]
         totals.add_packs(packs, self._operations(packs))
         fixed = self._fixed_log_probs(parts, totals)
@@ -139,23 +128,12 @@ class PolicyTrainer:
         learning_rate = self.scheduler.get_last_lr()[0]
         for position, part in enumerate(schedule):
             last = position == len(schedule) - 1
-            against = 1.0 if last and slots is not None and not slots.reserve() else 0.0
+            lacks_slot = last and slots is not None and not slots.reserve()
             of_pass = position < len(parts), position == 0, last
             loss = self._forward_backward(parts[part], fixed[part], totals, *of_pass)
-            rank_votes = torch.tensor([against, float(self.is_told_to_stop())], device=self.device)
-            votes = torch.cat((rank_votes, (~loss.isfinite()).float().reshape(1)))
-            norm, votes = gradient_norm_and_votes(self.parameters, votes)
-            votes_against, asked_to_leave, not_finite = votes.tolist()
-            result.votes_against, result.asked_to_leave = int(votes_against), int(asked_to_leave)
-            result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
+            norm = self._reduce_norm_and_votes(loss, lacks_slot, result)
             if result.last_step_applied and divided:
-                if self.config.training.max_norm > 0:
-                    clip_gradients_(self.parameters, norm, self.config.training.max_norm)
-                if slots is not None:
-                    slots.fence()
-                self.optimizer.step()
-                if self.expert_load is not None:
-                    self.expert_load.step()
+                self._apply_gradients(norm, slots)
                 norms.append(norm.item())
             skipped += not result.last_step_applied
             self._count_skips(result.last_step_applied, batch.version)
@@ -178,6 +156,27 @@ class PolicyTrainer:
             "time/train_s": seconds,
         }
         return result
+
+    def _reduce_norm_and_votes(self, loss: torch.Tensor, lacks_slot: bool, result: BatchResult) -> torch.Tensor:
+        """A collective: the norm of the gradients, and in `result` what all ranks say of this optimizer step, which one
+        reduction carries with it."""
+        rank_votes = torch.tensor([float(lacks_slot), float(self.is_told_to_stop())], device=self.device)
+        votes = torch.cat((rank_votes, (~loss.isfinite()).float().reshape(1)))
+        norm, votes = gradient_norm_and_votes(self.parameters, votes)
+        votes_against, asked_to_leave, not_finite = votes.tolist()
+        result.votes_against, result.asked_to_leave = int(votes_against), int(asked_to_leave)
+        result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
+        return norm
+
+    def _apply_gradients(self, norm: torch.Tensor, slots: WeightSync | None) -> None:
+        """One optimizer step with gradients of this norm, once no copy of the weights is being made."""
+        if self.config.training.max_norm > 0:
+            clip_gradients_(self.parameters, norm, self.config.training.max_norm)
+        if slots is not None:
+            slots.fence()
+        self.optimizer.step()
+        if self.expert_load is not None:
+            self.expert_load.step()
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> list[float]:
@@ -224,22 +223,6 @@ class PolicyTrainer:
             heads = len(pack.targets) + len(pack.observed)
             total += model_flops(self.policy.args, pack.layout.lengths, heads, passes, pack.layout.starts)
         return total
-
-    def _assign_advantages(self, batch: Batch) -> None:
-        grpo = self.config.grpo
-        tokens = [[trained_tokens(sample, grpo.mask_truncated) for sample in group.samples] for group in batch.groups]
-        if grpo.reward_aggregation == "normalize_each":
-            weights = reward_weights(self.config)
-            by_function = [[sample.rewards for sample in group.samples] for group in batch.groups]
-            advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage, tokens)
-        else:
-            rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
-            advantages = group_advantages(rewards, grpo.scale_rewards, grpo.advantage, tokens)
-        for group, values in zip(batch.groups, advantages, strict=True):
-            for sample, value in zip(group.samples, values, strict=True):
-                sample.advantage = value
-        if grpo.advantage_level == "turn":
-            assign_by_turn(batch, grpo.scale_rewards, grpo.advantage)
 
     def _judged_actors(self, batch: Batch) -> list[str]:
         """The names of the actors whose log-probs of this batch the trainer can judge, the same on every rank."""
@@ -331,7 +314,7 @@ class PolicyTrainer:
         return outputs
 
     @torch.no_grad()
-    def _fixed_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[FixedLogProbs]]:
+    def _fixed_log_probs(self, parts: list[list[MicroBatch]], totals: BatchTotals) -> list[list[FixedLogProbs]]:
         """What is computed once, before the batch's first optimizer step: proximal and reference log-probs."""
         grpo = self.config.grpo
         fixed = [[FixedLogProbs() for _ in part] for part in parts]
@@ -360,7 +343,13 @@ class PolicyTrainer:
         return fixed
 
     def _forward_backward(
-        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, new: bool, first: bool, last: bool
+        self,
+        part: list[MicroBatch],
+        fixed: list[FixedLogProbs],
+        totals: BatchTotals,
+        new: bool,
+        first: bool,
+        last: bool,
     ) -> torch.Tensor:
         """Accumulate the gradients of one minibatch; returns this rank's share of its loss. new: in the first pass over
         the batch; first, last: of all optimizer steps."""
@@ -387,7 +376,7 @@ class PolicyTrainer:
         return self.expert_load.counting(micro_batch.occurrences)
 
     def _loss(
-        self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None, totals: _Totals
+        self, micro_batch: MicroBatch, loss_of: MicroBatchLoss, compared: Comparison | None, totals: BatchTotals
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(this rank's share of the loss, all log-probs, how many context-parallel ranks compute the same share)."""
         if compared is not None:
@@ -432,142 +421,3 @@ class PolicyTrainer:
                 "The weights are those before these steps. Lower optimizer.lr, look at the rewards in "
                 'completions.jsonl, or use training.mixed_precision_param = "float32"; resume from the last checkpoint.'
             )
-
-
-def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:
-    """Turn t of a trajectory is compared with turns t of its group, by what was still to come of the reward there
-    (rewards to go, Sutton & Barto 2018, section 13.4, with the group's mean as the baseline)."""
-    places: list[list[tuple[Sample, int]]] = []
-    returns: list[list[float]] = []
-    lengths: list[list[int]] = []
-    for group in batch.groups:
-        most_turns = max(len(sample.returns) for sample in group.samples)
-        for turn in range(most_turns):
-            compared = [sample for sample in group.samples if turn < len(sample.returns)]
-            turns = [sampled_segments(sample.branches)[turn] for sample in compared]
-            places.append([(sample, turn) for sample in compared])
-            returns.append([sample.returns[turn] for sample in compared])
-            lengths.append([len(completion.token_ids) for completion in turns])
-    for sample in batch.samples:
-        sample.turn_advantages = [0.0] * len(sample.returns)
-    for members, values in zip(places, group_advantages(returns, scale_rewards, estimator, lengths), strict=True):
-        for (sample, turn), value in zip(members, values, strict=True):
-            sample.turn_advantages[turn] = value
-
-
-class _Totals:
-    """Sums and largest values over active tokens, reduced over the ranks once per batch."""
-
-    def __init__(self, device: torch.device, actors: Sequence[str] = ()):
-        self.actor_figures: dict[str, ActorFigures] = {}
-        """Known once the sums are reduced"""
-        self._actors = actors
-        # One more for tokens that are judged with none.
-        self._of_actors = torch.zeros(2, len(actors) + 1, device=device, dtype=torch.float64)
-        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in ALL_SUMS}
-        self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
-
-    def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss, copies: int) -> None:
-        """copies: how many context-parallel ranks add the same."""
-        self.sums["loss"] += loss / copies
-        for name, value in loss_of.sums.items():
-            self.sums[name] += value / copies
-        self._raise_largest("ratio", loss_of.ratio_max)
-
-    def add_observations(self, cross_entropy: torch.Tensor, count: int) -> None:
-        """Sum of -log π over so many tokens that environments wrote."""
-        self.sums["observation"] += cross_entropy
-        self.sums["observed"] += count
-
-    def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch, moved: bool = False) -> None:
-        """moved: the policy has taken optimizer steps of this batch, so it is no version that has sampled."""
-        # What is logged of the batch shows them beside the engine's; they stay on the device until then.
-        lengths = [len(branch.sampled_at) for branch in micro_batch.trained]
-        for branch, of_branch in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
-            branch.trainer_log_probs = of_branch
-        # KL(μ ‖ π), estimated from samples of μ.
-        divergence = k3(micro_batch.behaviour_log_probs, log_probs)
-        same = micro_batch.same_version & (not moved)
-        if len(divergence):
-            self._raise_largest("mismatch", divergence.max())
-        self.sums["mismatch"] += divergence.sum()
-        self.sums["mismatch_tokens"] += len(divergence)
-        # Picking them by an index would wait for the device.
-        self.sums["same_version"] += torch.where(same, divergence, 0.0).sum()
-        self.sums["same_version_tokens"] += same.sum()
-        if self._actors and not moved:
-            differences = (micro_batch.behaviour_log_probs - log_probs).double().abs()
-            self._of_actors.index_add_(1, micro_batch.actors, torch.stack((differences, torch.ones_like(differences))))
-
-    def add_packs(self, packs: list[MicroBatch], operations: float) -> None:
-        """What is computed, for how many tokens, and how much of it with the experts of the engine."""
-        self.sums["operations"] += operations
-        for micro_batch in packs:
-            self.sums["computed"] += micro_batch.layout.total
-            self.sums["inputs"] += micro_batch.inputs
-            self.sums["replayed"] += micro_batch.routed[0]
-            self.sums["routed"] += micro_batch.routed[1]
-
-    def add_drift(self, old: torch.Tensor, log_probs: torch.Tensor) -> None:
-        """How far all optimizer steps of the batch but the last have moved the policy."""
-        divergence = k3(old, log_probs)
-        self.sums["drift"] += divergence.sum()
-        self.sums["drift_tokens"] += len(divergence)
-
-    def _raise_largest(self, name: str, value: torch.Tensor) -> None:
-        self.largest[name] = torch.maximum(self.largest[name], value.double())
-
-    def _judge(self, reduced: torch.Tensor, copies: int) -> None:
-        """reduced: the sums over all ranks, of which so many hold the same."""
-        differences, tokens = reduced.view(2, -1).tolist()
-        for actor, difference, count in zip(self._actors, differences, tokens, strict=False):
-            if count:
-                self.actor_figures[actor] = ActorFigures(difference / count, round(count / copies))
-
-    def _mean_difference(self) -> float | None:
-        """Over the tokens of all actors; None where none can be judged."""
-        difference = tokens = 0.0
-        for actor in self.actor_figures.values():
-            difference += actor.difference * actor.tokens
-            tokens += actor.tokens
-        return difference / tokens if tokens else None
-
-    def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
-        # Each rank has a place of its own for its largest values, so that one sum carries them, too.
-        places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
-        places[dims.rank] = torch.stack(list(self.largest.values()))
-        rank_figures = torch.stack(list(self.sums.values())), places.flatten(), self._of_actors.flatten()
-        packed = all_reduce_sum(torch.cat(rank_figures))
-        # Tensor-parallel ranks hold the same sums: each counts its share. So do context-parallel ones of what they
-        # have gathered.
-        copies = {name: dims.tp if name in SUMS else dims.tp * dims.cp for name in self.sums}
-        sums = {name: value / copies[name] for name, value in zip(self.sums, packed.tolist(), strict=False)}
-        by_rank = packed[len(self.sums) : len(self.sums) + places.numel()].unflatten(0, places.shape)
-        self._judge(packed[len(self.sums) + places.numel() :], dims.tp * dims.cp)
-        largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
-        tokens = max(sums["tokens"], 1.0)
-        same, drifted = sums["same_version_tokens"], sums["drift_tokens"]
-        # The last forward has seen all steps but one; a divergence grows with the square of the way.
-        whole_way = (optimizer_steps / max(optimizer_steps - 1, 1)) ** 2
-        figures: dict[str, float | None] = {
-            "loss": sums["loss"] / optimizer_steps,
-            "entropy": sums["entropy"] / tokens,
-            "clip/low_fraction": sums["clip/low"] / tokens,
-            "clip/high_fraction": sums["clip/high"] / tokens,
-            "masked_fraction": sums["masked"] / tokens,
-            "ratio/mean": sums["ratio"] / tokens,
-            "ratio/max": largest["ratio"],
-            "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
-            "mismatch_kl/max": largest["mismatch"],
-            "mismatch_kl/same_version": sums["same_version"] / same if same else None,
-            "mismatch_kl/nats": self._mean_difference(),
-            "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
-            "trained_tokens": sums["tokens"] / optimizer_steps,
-            "computed_tokens": sums["computed"],
-            "computed_share": sums["computed"] / max(sums["inputs"], 1.0),
-            "operations": sums["operations"],
-        }
-        for name, total, count in MEANS_OF_SOME_RUNS:
-            if sums[count]:
-                figures[name] = sums[total] / sums[count]
-        return figures

@@ -23,6 +23,7 @@ from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, 
 from torchtitan.grpo.off_policy import CorrectionOptions
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.credit import assign_by_turn
 from torchtitan.trainer.packing import (
     MicroBatch,
     balanced_bins,
@@ -31,7 +32,6 @@ from torchtitan.trainer.packing import (
     minibatches,
     trained_tokens,
 )
-from torchtitan.trainer.policy_trainer import assign_by_turn
 from torchtitan.trainer.prefixes import clusters, merge
 
 CPU = torch.device("cpu")
