@@ -11,6 +11,7 @@ import torch
 from tests.unit_tests.inference.test_embedded_engine import other_weights, request, requests
 from torchtitan.distributed.boxes import Box
 from torchtitan.inference.engines.embedded.engine import Engine, Poisoned
+from torchtitan.models.fused_projections import separate_projections
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.memory.layout_tables import ParameterEntry, ParameterTable, ShardTable
 from torchtitan.weight_sync.memory.manifest import Layout
@@ -120,3 +121,16 @@ def test_new_connection_receives_into_other_memory_than_the_old_one_may_still_wr
     for tensor in old.values():
         tensor.fill_(float("nan"))
     assert engine.generate(requests()) == expected
+
+
+def test_set_that_is_taken_while_the_engine_scores_has_joint_projections_too(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    engine, copying = (Engine(load_policy(tiny_checkpoint()), 8, 64, ()) for _ in range(2))
+    weights = other_weights(engine.policy)
+    # The thread that receives asks for memory while the engine's own thread has taken its projections apart.
+    with separate_projections(engine.policy):
+        tensors = receive(engine, weights)
+    engine.apply_weights("e", 1, tensors)
+    copying.apply_weights("e", 1, weights)
+    assert not engine.poisoned and engine.generate(requests()) == copying.generate(requests())

@@ -30,9 +30,11 @@ class WeightSets:
         self.outlines: NamedTensors = {
             name: torch.empty_like(tensor, device="meta") for name, tensor in self.live.items()
         }
+        # Listed once, because blocks have no joint projections while the engine scores, and other threads call sets().
+        self._places = list(_places(policy))
         self._idle: NamedTensors | None = None
         self._other: list[torch.Tensor] = []
-        """The other memory of each place, in the order of _places(); none without an idle set"""
+        """The other memory of each place; none without an idle set"""
         self._fused: list[bool] | None = None
         """While the weights are dropped: which projections were fused"""
         self._shapes: list[torch.Size] = []
@@ -57,10 +59,10 @@ class WeightSets:
         """Compute with the idle set from now on. Call it between two steps."""
         with self._changing:
             assert self._idle is not None
-            for number, (owner, attribute) in enumerate(_places(self._policy)):
-                used = getattr(owner, attribute)
-                setattr(owner, attribute, self._other[number])
-                self._other[number] = used
+            used = [getattr(owner, attribute) for owner, attribute in self._places]
+            for (owner, attribute), other in zip(self._places, self._other, strict=True):
+                setattr(owner, attribute, other)
+            self._other = used
             self.live, self._idle = self._idle, self.live
 
     def forget_idle(self) -> None:
@@ -78,7 +80,7 @@ class WeightSets:
             self._shapes = [parameter.shape for parameter in parameters]
             # Their storages cannot be shrunk in place: those that were read as numpy arrays refuse that.
             self._fused = take_apart(self._policy)
-            self.live = {}
+            self.live, self._places = {}, []
             for parameter in parameters:
                 parameter.data = parameter.data.new_empty(0)
 
@@ -91,6 +93,7 @@ class WeightSets:
                 parameter.data = parameter.data.new_empty(shape)
             fuse_again(self._policy, self._fused)
             self._fused, self.live = None, _by_name(self._policy)
+            self._places = list(_places(self._policy))
 
     def _allocate(self) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
@@ -106,7 +109,7 @@ class WeightSets:
             made = torch.empty(0, dtype=tensor.dtype)
             return made.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
 
-        self._other = [other_memory(getattr(owner, attribute)) for owner, attribute in _places(self._policy)]
+        self._other = [other_memory(getattr(owner, attribute)) for owner, attribute in self._places]
         self._idle = {name: other_memory(tensor) for name, tensor in self.live.items()}
 
 
@@ -120,7 +123,7 @@ def _by_name(policy: Decoder) -> NamedTensors:
 
 
 def _places(policy: Decoder) -> Iterator[tuple[object, str]]:
-    """Yield (owner, attribute) of everything that computes with a tensor of weights, always in the same order."""
+    """Yield (owner, attribute) of everything that computes with a tensor of weights."""
     for tensor in (*policy.parameters(), *policy.buffers()):
         yield tensor, "data"
     yield from joint_weights(policy)
