@@ -133,6 +133,7 @@ class Rank:
             address=self.address,
             lease_s=shape.lease_s,
             relay=shape.relay_fanout > 0,
+            connections=shape.connections,
             refer=self._refer if refer else None,
         )
         self.server.start(self.address)

@@ -216,7 +216,7 @@ class WeightSync:
         self.shard_server: servers.ShardServerProcess | servers.ShardServerThread
         where = host, config.port + 1 + local_rank if config.port else 0, servers.MAX_RESTARTS
         facts = {"epoch": epoch, "ranks": world_size, "registry": registry}
-        facts |= {"lease_s": settings.lease_s, "relay": config.table.relay, "threads": config.table.connections > 1}
+        facts |= {"lease_s": settings.lease_s, "relay": config.table.relay, "connections": config.table.connections}
         if isinstance(self.publisher.slots, DeviceSlots) or transport.threaded:
             self.shard_server = servers.ShardServerThread(self.publisher, transport, token, where, facts)
         else:

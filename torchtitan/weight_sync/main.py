@@ -133,8 +133,8 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
     layout = Layout.from_json(json.loads(Path(arguments["layout_file"]).read_text()))
     slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
     sending = _transport(arguments).sending(runtime, slots, layout, arguments["epoch"], rank, arguments["ranks"])
-    facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s", "relay", "threads")}
-    server = ShardServer(runtime, slots, layout, token=token, **sending, **facts)
+    facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s", "relay")}
+    server = ShardServer(runtime, slots, layout, token=token, connections=arguments["connections"], **sending, **facts)
     bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
     serve(runtime, server, bell, listener)
 

@@ -28,7 +28,7 @@ BUCKETS = 4
 class World:
     """One rank with its shard server; `told` is what the registry has heard."""
 
-    def __init__(self, lease_s: float = 60.0):
+    def __init__(self, lease_s: float = 60.0, connections: int = 1):
         self.machine = Machine(0)
         self.told: list[Message] = []
         self.channel: Channel | None = None
@@ -36,7 +36,8 @@ class World:
         admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
         acceptor = Acceptor(self.registry.runtime, frozenset((RANK,)), TOKEN, admit, self._enter)
         self.registry.runtime.listen(REGISTRY, acceptor.accept)
-        self.rank = Rank(self.machine, Shape(ranks=1, buckets=BUCKETS, slots=4, lease_s=lease_s), 0)
+        shape = Shape(ranks=1, buckets=BUCKETS, slots=4, lease_s=lease_s, connections=connections)
+        self.rank = Rank(self.machine, shape, 0)
         self.rank.serve()
         self.run(0.1)
 
@@ -325,12 +326,14 @@ def test_buckets_requested_repeatedly_are_queued_and_sent_once() -> None:
     assert not actor.over
 
 
-def test_an_actor_has_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connections", [1, 2])
+def test_an_actor_has_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch, connections: int) -> None:
     monkeypatch.setattr(bucket_server, "MAX_CONNECTIONS", 3)
-    world = World()
+    world = World(connections=connections)
     other = world.actor("other")
-    actors = [world.actor() for _ in range(5)]
-    assert [bool(actor.over) for actor in actors] == [True, True, False, False, False] and not other.over
+    # Each of several workers has as many.
+    actors = [world.actor() for _ in range(3 * connections + 2)]
+    assert [bool(actor.over) for actor in actors] == [True] * 2 + [False] * 3 * connections and not other.over
 
 
 def test_an_actor_that_connects_too_often_waits(monkeypatch: pytest.MonkeyPatch) -> None:

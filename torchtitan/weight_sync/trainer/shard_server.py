@@ -57,13 +57,13 @@ class ShardServer(BucketServer):
         address: str,
         lease_s: float,
         relay: bool = False,
-        threads: bool = False,
+        connections: int = 1,
         refer: Callable[[int, int, int], Message] | None = None,
         make_link: Callable[[Channel, str], SendingLink] | None = None,
         persist: Callable[[int, int, int, memoryview, Callable[[], None]], Message] | None = None,
         keep_persisted: bool = False,
     ):
-        super().__init__(runtime, epoch, ACTOR, token, make_link, threads)
+        super().__init__(runtime, epoch, ACTOR, token, make_link, connections)
         self.rank, self._slots, self._layout = rank, slots, layout
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
         self._keep_persisted = keep_persisted

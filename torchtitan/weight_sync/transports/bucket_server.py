@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 # A reader that asks for nothing for this long is disconnected: its machine may have vanished without closing.
 IDLE_SECONDS = 10.0
-# The most connections of one actor: each of its workers has one, and may come back before its old one is closed.
+# The most connections of one actor, for each that it or one of its workers has: they may come back before the old ones
+# are closed.
 MAX_CONNECTIONS = 128
 # So many requested buckets count as one message (see utils/rate_limiter.py).
 BUCKETS_PER_MESSAGE = 50
@@ -70,7 +71,7 @@ class BucketServer:
 
     role, secret: of the allowed pullers, see Acceptor. make_link(channel, actor): makes the link that carries the bytes
     if they do not travel over the channel. The link must then call sent(reader) whenever a bucket has been sent.
-    threads: each connection has a thread that sends.
+    connections: how many each puller has; if they are several, each has a thread that sends.
     """
 
     phase: str
@@ -82,10 +83,10 @@ class BucketServer:
         role: str,
         secret: str,
         make_link: Callable[[Channel, str], SendingLink] | None = None,
-        threads: bool = False,
+        connections: int = 1,
     ):
         self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
-        self._threads = threads
+        self._connections = connections
         ways = self.admit, self._enter
         self.acceptor = Acceptor(runtime, frozenset((role,)), secret, *ways, longest=self.longest_message)
         self.channels: dict[Channel, Reader] = {}
@@ -153,12 +154,13 @@ class BucketServer:
         return {"rank": rank}
 
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
-        connections = [reader.channel for reader in self.channels.values() if reader.actor == identity.name]
-        for oldest in connections[: len(connections) + 1 - MAX_CONNECTIONS]:
+        held = [reader.channel for reader in self.channels.values() if reader.actor == identity.name]
+        too_many = len(held) + 1 - MAX_CONNECTIONS * self._connections
+        for oldest in held[: max(0, too_many)]:
             oldest.close("replaced by newer connections")
         reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
         channel.on_message, channel.on_close = self._on_message, self._on_lost
-        if self._threads:
+        if self._connections > 1:
             channel.use_thread()
         if self._make_link is not None:
             reader.link = self._make_link(channel, identity.name)
