@@ -134,3 +134,20 @@ def test_set_that_is_taken_while_the_engine_scores_has_joint_projections_too(
     engine.apply_weights("e", 1, tensors)
     copying.apply_weights("e", 1, weights)
     assert not engine.poisoned and engine.generate(requests()) == copying.generate(requests())
+
+
+def test_what_is_verified_is_read_from_the_modules_and_a_joint_projection_left_behind_is_an_error(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
+    engine.apply_weights("e", 1, receive(engine, other_weights(engine.policy)))
+    sets, layer = engine.weights.sets, engine.policy.model.layers[0]
+    assert all(torch.equal(tensor, engine.weights.live[name]) for name, tensor in sets.computed_with().items())
+    norm = layer.input_layernorm.weight
+    norm.data = norm.data + 1
+    name = "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(sets.computed_with()[name], engine.weights.live[name])
+    assert layer.mlp.fused is not None
+    layer.mlp.fused.weight = layer.mlp.fused.weight.clone()
+    with pytest.raises(RuntimeError, match="FusedGateUp"):
+        sets.computed_with()

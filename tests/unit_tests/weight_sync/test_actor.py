@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -50,6 +51,17 @@ def test_a_thread_that_fails_says_so() -> None:
     actor.start()
     until(lambda: actor.status()["failure"])
     assert "ZeroDivisionError" in str(actor.status()["failure"])
+    actor.close()
+
+
+def test_actor_that_is_closed_while_its_thread_is_busy_begins_nothing_afterwards() -> None:
+    actor, busy = SyncActor("127.0.0.1:9", "a", "e", "k", lambda _staged: None), threading.Event()
+    actor.start()
+    actor._runtime.post(lambda: busy.wait(PATIENCE_S) and None)
+    assert actor.puller._may_begin(MANIFEST)
+    actor.close(timeout=0.0)
+    assert not actor.puller._may_begin(MANIFEST), "another connection has its memory now"
+    busy.set()
     actor.close()
 
 

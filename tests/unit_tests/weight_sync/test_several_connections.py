@@ -151,6 +151,20 @@ def test_thread_that_was_closed_touches_no_memory_even_if_its_socket_is_open() -
     peer.close()
 
 
+def test_thread_whose_bytes_cannot_be_taken_says_so_instead_of_ending() -> None:
+    own, peer = socket.socketpair()
+    own.setblocking(False)
+    peer.sendall(b"\1" * 64)
+    thread, problems = PayloadThread(own, lambda function: function()), list[str]()
+    target = PayloadTarget([memoryview(bytearray(64))], lambda _parts: [].pop())
+    thread.receive(target, 64, 64, problems.append)
+    until(lambda: problems)
+    assert "IndexError" in problems[0]
+    thread.close()
+    own.close()
+    peer.close()
+
+
 def test_a_connection_whose_peer_stands_still_holds_no_other_one_up(runtime: SocketRuntime) -> None:
     still, moves = (Pair(runtime, bytearray(SIZE)) for _ in range(2))
     # A part of a bucket, and nothing more.

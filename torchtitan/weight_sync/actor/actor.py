@@ -250,6 +250,8 @@ class _PullerThread:
         """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun; `served` holds
         the outcome."""
         deadline = time.monotonic() + timeout
+        # At once, even if the thread is busy for longer: the memory that it would choose is the next connection's then.
+        self.puller.begin_no_more()
         self._runtime.post(self.puller.close)
         if self._runtime.end(timeout):
             self._runtime.finish_work("apply", deadline)

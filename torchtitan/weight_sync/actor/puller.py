@@ -109,6 +109,10 @@ class Puller:
             self._relay.start(listener)
         self.registry.start()
 
+    def begin_no_more(self) -> None:
+        """Begin no other pull. Any thread may call it, before close()."""
+        self._closed = True
+
     def close(self) -> None:
         """Close every connection. An apply that has begun continues."""
         self._closed = True

@@ -4,6 +4,7 @@ only between two pieces."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import select
 import socket
@@ -11,6 +12,8 @@ import threading
 from collections.abc import Callable
 
 from torchtitan.weight_sync.wire.runtime import PayloadTarget
+
+logger = logging.getLogger(__name__)
 
 # How often the thread checks whether its channel has been closed while nothing moves.
 POLL_MILLISECONDS = 200
@@ -78,5 +81,9 @@ class PayloadThread:
                     continue
                 except OSError as error:
                     problem = f"connection lost: {error}"
+                except Exception as error:
+                    # The channel would wait for bytes that nobody moves.
+                    logger.exception("closing a connection: its bytes could not be moved")
+                    problem = f"its bytes could not be moved: {error!r}"
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._post(lambda: done(problem))

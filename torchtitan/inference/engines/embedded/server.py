@@ -72,7 +72,7 @@ class EngineServer(ActorServer):
         failed = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.stopped.set)
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, failed, drain_timeout_s, activity)
-        self.verifier = Verifier(verify_every, lambda: engine.weights.live, self._found_torn)
+        self.verifier = Verifier(verify_every, engine.weights.sets.computed_with, self._found_torn)
         self._connections = 0
         self._applying = threading.Lock()
         self._numbers = itertools.count()

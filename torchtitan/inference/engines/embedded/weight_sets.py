@@ -50,6 +50,16 @@ class WeightSets:
             assert self._idle is not None
             return SetsOfTensors(self._idle, self.live)
 
+    def computed_with(self) -> NamedTensors:
+        """Return the tensors by name as the modules have them, not as the exchange has noted them. Raises RuntimeError
+        if a joint projection has other memory than its parameters."""
+        tensors = _by_name(self._policy)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        for owner, attribute in self._places:
+            if attribute != "data" and getattr(owner, attribute).untyped_storage().data_ptr() not in memory:
+                raise RuntimeError(f"{type(owner).__name__}.{attribute} has other memory than the parameters it joins")
+        return tensors
+
     def is_idle(self, tensors: NamedTensors) -> bool:
         """Return whether this is the idle set of now."""
         return tensors is self._idle
