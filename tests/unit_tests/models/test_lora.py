@@ -425,7 +425,7 @@ def test_engine_notices_an_adapter_that_is_not_in_its_weights(untied: Path, monk
                 return self
 
         parameters["model.layers.1.mlp.down_proj.weight"] = lost.weight.detach().clone().as_subclass(Unwritten)
-        patch.setattr(engine.weights, "live", parameters)
+        patch.setattr(engine.weights.sets, "live", parameters)
         with pytest.raises(AdapterNotApplied, match="layers.1.mlp.down_proj.weight: .* differs from base"):
             engine.apply_weights("epoch", 1, good)
     assert engine.poisoned

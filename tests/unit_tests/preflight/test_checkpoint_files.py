@@ -113,7 +113,7 @@ def test_tokens_that_the_model_does_not_have(
 
 def test_rows_that_hold_such_tokens(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*write_config(), "--rollout.dataset", "rows.jsonl", "--rollout.held_out_fraction", "0"]
-    arguments += ["--eval.no-enable"]
+    arguments += ["--eval.num_prompts", "0"]
     write_tokens(260, eos="<|im_end|>")
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "<think>1+1=", "answer": "2"}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
