@@ -133,9 +133,13 @@ def _source(name: str, value: Any, user: str) -> str:
             names = ", ".join(value.__code__.co_freevars)
             raise UserError(f"{user}: it is a closure over {names}, which worker processes do not have; {advice}")
     try:
-        return textwrap.dedent(inspect.getsource(value)).rstrip("\n")
+        source = textwrap.dedent(inspect.getsource(value)).rstrip("\n")
     except (OSError, TypeError) as error:
         raise UserError(f"{user}: the source of {name} cannot be read ({error}); {advice}") from error
+    # Since Python 3.13, the text of `python -c` passes for the source of what that text defines with exec().
+    if not re.search(rf"^(async\s+)?(def|class)\s+{re.escape(value.__name__)}\b", source, re.MULTILINE):
+        raise UserError(f"{user}: the source of {name} cannot be read (Python finds other text for it); {advice}")
+    return source
 
 
 def _used_names(source: str, user: str) -> list[str]:

@@ -125,7 +125,14 @@ def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other_text", ["", "import sys; exec(sys.stdin.readline())\n"])
+def test_a_function_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_text: str) -> None:
+    if other_text:
+        # Python 3.13 and later keep the text of `python -c` so, under the name that exec() gives to code.
+        lines = other_text.splitlines(keepends=True)
+        monkeypatch.setitem(linecache.cache, "<string>", (len(other_text), None, lines, "<string>"))
+    else:
+        monkeypatch.delitem(linecache.cache, "<string>", raising=False)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def typed(completions, **kwargs): return [1.0]", names)
     with pytest.raises(UserError, match="source of typed cannot be read"):
