@@ -182,7 +182,12 @@ def test_a_function_that_has_never_worked_ends_the_run_beside_others(broken: str
     config = make_config(broken, "arithmetic")
     config.training.global_batch_size, config.grpo.group_size = 4, 2
     calls = [(PROMPT, completions_of("bad", "bad"))] * 9
-    with pytest.raises(UserError, match=f"'{HERE}:{broken}' has failed on every sample of its first 4 groups"):
+    with pytest.raises(UserError, match=f"'{HERE}:{broken}' has failed on every sample of its first 8 groups"):
+        score(config, *calls)
+    # So it does beside the reward of an environment.
+    config.rewards.functions = config.rewards.functions[:1]
+    config.environment.factory = "torchtitan.rollout.environments.builtin_environments:Guess"
+    with pytest.raises(UserError, match=f"'{HERE}:{broken}' has failed"):
         score(config, *calls)
     # One that has worked once may fail later, as a judge that is away does, and evaluations are not counted.
     scores, _ = score(config, (PROMPT, completions_of("good", "bad")), *calls)

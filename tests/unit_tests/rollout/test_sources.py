@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from torchtitan.report.metrics import describe_sample
 from torchtitan.rollout.flow.journal import Journal, decode_batch, encode_batch
 from torchtitan.rollout.flow.rollouts import Rollouts, make_backends
 from torchtitan.rollout.rewards.reward_pool import RewardPool
-from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.rollout.types import Batch, Failure, Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 WEIGHTS = {"sums": 2.0, "more": 1.0, "rare": 0.2}
@@ -227,6 +228,29 @@ def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path,
         rollouts.loop.call(rollouts.flow.restore_state, b"")
         reach(rollouts, 0)
         look(rollouts, 0, PATIENCE_S)
+
+
+def test_an_environment_that_fails_from_the_start_ends_the_run_and_one_that_has_worked_may_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config()
+    config.training.global_batch_size = config.grpo.group_size = 2
+    fine, failed = Trajectory([], "stop", ""), Trajectory([], "stop", "", failure=Failure.OWN_TURN)
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr("torchtitan.rollout.flow.source_flow.time", clock)
+    for worked_before in (False, True):
+        with running(config, FakeActors(), FakeRewards()) as rollouts:
+            (source,) = rollouts.flow._sources
+            look_for_failures, groups = source.look_for_failures, [[failed, failed]] * 8
+            # Of batches of one group, two are too few to tell.
+            for group in ([[fine, failed]] if worked_before else []) + groups[1:]:
+                look_for_failures(group)
+            if worked_before:
+                clock.monotonic = lambda: config.rollout.data_timeout_s - 1
+                look_for_failures(groups[0])
+                clock.monotonic = lambda: config.rollout.data_timeout_s
+            with pytest.raises(UserError, match=f"every episode of the last {8 + worked_before} groups failed"):
+                look_for_failures(groups[0])
 
 
 def test_a_lone_source_ends_the_run_even_if_it_is_not_required() -> None:

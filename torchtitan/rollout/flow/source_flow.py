@@ -6,6 +6,7 @@ import asyncio
 import bisect
 import heapq
 import logging
+import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
@@ -20,6 +21,7 @@ from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 from torchtitan.rollout.flow.statistics import RolloutStatistics, sample_version
+from torchtitan.rollout.rewards.reward_pool import BATCHES_OF_FAILURES, FEWEST_FAILED_GROUPS
 from torchtitan.rollout.types import Group, Prompt, Sample, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
@@ -29,8 +31,6 @@ SMALLEST_GROUP = 2
 EQUAL_REWARDS = 1e-9
 # A source has failed after this many batches' worth of its groups without any reward, one after the other.
 BATCHES_WITHOUT_REWARD = 4
-# It has also failed after so many in which every episode made its environment fail: its rewards are 0 then.
-BATCHES_OF_FAILURES = 2
 # After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
 BATCHES_OF_ZEROS = 2
 SHOWN_COMPLETIONS = 3
@@ -71,6 +71,8 @@ class SourceFlow:
         )
         self.seconds_without_group = 0.0
         """For so long the trainer has waited since a group could be trained on"""
+        self._ended_well_at: float | None = None
+        """When the latest group came with an episode that has not failed"""
         self._without_reward = self._only_failures = 0
         """Groups without any reward, and groups of failed episodes alone, one after the other"""
         self._events, self._answer = events, config.rewards.answer_column
@@ -194,12 +196,17 @@ class SourceFlow:
 
     def look_for_failures(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise UserError if all episodes of the last batches' worth of groups have failed: their environment does not
-        work, and nothing is learned from it."""
+        work, and nothing is learned from it. What has worked before may only be away, such as a sandbox that restarts:
+        it has rollout.data_timeout_s to come back."""
         if not trajectories:
             return
-        all_failed = all(trajectory.failure is not None for trajectory in trajectories)
-        self._only_failures = self._only_failures + 1 if all_failed else 0
-        if self._only_failures >= self._batches(BATCHES_OF_FAILURES):
+        now, limit_s = time.monotonic(), self.config.rollout.data_timeout_s
+        if any(trajectory.failure is None for trajectory in trajectories):
+            self._only_failures, self._ended_well_at = 0, now
+            return
+        self._only_failures += 1
+        may_come_back = self._ended_well_at is not None and now - self._ended_well_at < limit_s
+        if self._only_failures >= max(self._batches(BATCHES_OF_FAILURES), FEWEST_FAILED_GROUPS) and not may_come_back:
             raise UserError(
                 f"every episode of the last {self._only_failures} groups failed; {self.groups.last_failure}: fix the "
                 f"environment ([environment], logs/environments.log){self.groups.lost_rewards}"

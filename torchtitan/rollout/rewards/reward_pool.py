@@ -36,8 +36,9 @@ Score = tuple[float | None, dict[str, float | None]]
 # After a group's call failed, its samples get this many times the group's time limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
-# A function that has failed on every sample of so many batches' worth of groups, and never worked, is broken.
-BATCHES_OF_FAILURES = 2
+# A function that has failed on every sample of so many batches' worth of groups, and never worked, is broken; and so
+# is an environment whose every episode has failed. Of small batches, it is at least so many groups.
+BATCHES_OF_FAILURES, FEWEST_FAILED_GROUPS = 2, 8
 # Calls of async functions that run side by side, each over one group.
 ASYNC_CALLS = 16
 # The worker enforces an async function's time limit, unless the function blocks the process: then the parent's limit,
@@ -101,7 +102,7 @@ class RewardPool:
         """Functions that have answered a call"""
         self._failed_groups: Counter[str] = Counter()
         """Training groups on whose every sample a function has failed, of those that have not worked yet"""
-        self._most_failed_groups = BATCHES_OF_FAILURES * max(groups_per_batch(config), 1)
+        self._most_failed_groups = max(BATCHES_OF_FAILURES * groups_per_batch(config), FEWEST_FAILED_GROUPS)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """A description of the latest failure, for messages"""
@@ -152,7 +153,8 @@ class RewardPool:
             return [(None, {}) for _ in completions]
         logged = self._metrics if functions is None else defaultdict(list)
         columns = await asyncio.gather(*(self._run(name, prompt, completions, logged) for name in names))
-        if functions is None and len(names) > 1:  # without any reward, the source says so (flow/source_flow.py)
+        has_others = len(names) > 1 or bool(source.environment.reward_name)
+        if functions is None and has_others:  # without any reward, the source says so (flow/source_flow.py)
             self._refuse_broken(names)
         weights = reward_weights(source)
         return [combined(dict(zip(names, row, strict=True)), weights) for row in zip(*columns, strict=True)]
