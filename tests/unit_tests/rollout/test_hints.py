@@ -58,6 +58,13 @@ def test_a_success_is_read_by_all_others_and_by_itself_another_one(tmp_path: Pat
     assert dict(world.hints.statistics) == {"given": 3, "missing": 0, "too_long": 0}
 
 
+def test_a_success_of_an_episode_that_began_otherwise_is_no_hint(tmp_path: Path) -> None:
+    world = World(tmp_path, "success")
+    begins = [world.said("4", f"1+2={opening}", opening=opening) for opening in "789"]
+    found = world.give(*((trajectory, 1.0) for trajectory in begins), (world.said("5", "1+2=8", opening="8"), 0.0))
+    assert found == [None, None, None, "1+2=8(4)"]
+
+
 def test_feedback_is_what_a_reward_logged_or_else_the_environments_attribute(tmp_path: Path) -> None:
     world = World(tmp_path, "feedback")
     found = world.give(

@@ -22,8 +22,9 @@ HEADINGS = {SUCCESS: "Correct solution:\n\n", FEEDBACK: "Feedback on an earlier 
 class Hints:
     """Gives samples their hints: as distill.hint says, a success of the group, what was said of the sample, or both.
 
-    A sample is no hint for itself, and all others get the group's first success: so what the teacher reads of them
-    begins alike, and is computed once. `statistics` counts the samples by what became of their hints.
+    A sample is no hint for itself, nor for one that an environment has opened differently. All others get the group's
+    first success: so what the teacher reads of them begins alike, and is computed once. `statistics` counts the
+    samples by what became of their hints.
     """
 
     def __init__(self, config: JobConfig, maker: PromptMaker):
@@ -39,7 +40,7 @@ class Hints:
         for trajectory, reward in scored:
             if reward is None:
                 continue
-            hint = self._hint(trajectory, [success for success in successes if success is not trajectory])
+            hint = self._hint(trajectory, [success for success in successes if _solves_task_of(success, trajectory)])
             outcome = self._give(prompt, trajectory, hint) if hint else "missing"
             self.statistics[outcome] += 1
 
@@ -67,6 +68,11 @@ class Hints:
                 branch.sampled[0].hint_ids = with_hint + first[len(read) :]
                 given = True
         return "given" if given else "too_long"
+
+
+def _solves_task_of(success: Trajectory, other: Trajectory) -> bool:
+    """Whether a success is another sample's hint: an environment may have begun it with something else."""
+    return success is not other and success.opening == other.opening
 
 
 def answer_text(trajectory: Trajectory) -> str:
