@@ -19,6 +19,8 @@ EVAL_KEYS = (
     "reward_function",
 )  # fmt: skip
 """Keys of [eval] that a set may have"""
+# Before the name of a set, in what prompts say of their source: a source may have the same name.
+OF_SETS = "eval/"
 SET_KEYS = (*OF_PROMPTS, *(f"eval.{key}" for key in EVAL_KEYS))
 
 
@@ -45,6 +47,13 @@ def eval_configs(config: JobConfig) -> list[tuple[str, JobConfig]]:
     return [(eval_set.name, _for_set(sources.get(eval_set.source, config), eval_set)) for eval_set in eval_sets]
 
 
+def sampled_dataset(config: JobConfig) -> tuple[str, str]:
+    """(key, dataset) of the rows that this source is trained on, or that this set of eval_configs() is evaluated on."""
+    if source_name(config).startswith(OF_SETS) and config.eval.dataset:
+        return "eval.dataset", config.eval.dataset
+    return "rollout.dataset", config.rollout.dataset
+
+
 def task_configs(config: JobConfig) -> dict[str, JobConfig]:
     """The configuration of every source and every set that is evaluated, by what prompts say of their source."""
     sets = eval_configs(config) if config.eval.is_used else []
@@ -54,9 +63,8 @@ def task_configs(config: JobConfig) -> dict[str, JobConfig]:
 def _for_set(base: JobConfig, eval_set: EvalSet) -> JobConfig:
     values = eval_set.values
     without_sets = with_values(base, {"eval.set": [], "distill.server.url": "", **values})
-    # A source may have the same name.
     set_config = config_for_source(without_sets, Source(eval_set.name))
-    set_config.source[0].name = f"eval/{eval_set.name}"
+    set_config.source[0].name = f"{OF_SETS}{eval_set.name}"
     if "eval.reward_function" not in values and any(key.startswith("environment.") for key in values):
         set_config.eval.reward_function = set_config.environment.reward_name
     return set_config

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from torchtitan.config.evaluations import task_configs
 from torchtitan.config.job_config import JobConfig, config_to_toml, value_at
 from torchtitan.config.kinds import chooser_of
 from torchtitan.config.reading import PLACE, Draft
-from torchtitan.config.source_configs import source_configs
+from torchtitan.config.teachers import held_references
 from torchtitan.config.values import show
 from torchtitan.preflight.plan import describe_plan
 
@@ -62,7 +63,7 @@ def _unless(key: str, *values: object) -> Callable[[JobConfig], str]:
 
 
 def _without_environment(config: JobConfig) -> str:
-    used = any(source_config.environment.is_used for _, source_config in source_configs(config))
+    used = any(task_config.environment.is_used for task_config in task_configs(config).values())
     return "" if used else "there are no environment.factory, tools, agent or verifiers"
 
 
@@ -79,7 +80,9 @@ def _without_engines(config: JobConfig) -> str:
 
 
 def _without_reference(config: JobConfig) -> str:
-    return "" if config.grpo.kl_coefficient else "grpo.kl_coefficient is 0"
+    if "" in held_references(config):  # to stay close to, or the average of a policy that teaches itself
+        return ""
+    return "the teacher is another model" if config.job.stage == "distill" else "grpo.kl_coefficient is 0"
 
 
 SWITCHES = frozenset(

@@ -18,7 +18,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.evaluations import eval_configs
+from torchtitan.config.evaluations import eval_configs, sampled_dataset
 from torchtitan.config.gpu_defaults import device_problem
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.objectives import describe
@@ -320,10 +320,11 @@ def _check_rollout(check: Check) -> None:
     config, rollout, evaluation = check.config, check.config.rollout, check.config.eval
     if not rollout.replay:
         _check_dataset(check, "rollout.dataset", rollout.dataset)
-        columns = peek_columns(rollout.dataset)
+        key, sampled = sampled_dataset(config)
+        columns = peek_columns(sampled)
         without = columns is not None and rollout.prompt_column not in columns
         there = ", ".join(sorted(columns or ()))
-        text = f"rollout.dataset = {show(rollout.dataset)} has no such column; there are {there}"
+        text = f"{key} = {show(sampled)} has no such column; there are {there}"
         check.refuse("rollout.prompt_column", without, text)
     if evaluation.dataset:
         _check_dataset(check, "eval.dataset", evaluation.dataset)
@@ -385,7 +386,9 @@ def _check_rewards(check: Check) -> None:
     needed = learns_from_rewards(check.config) and not check.config.environment.reward_name
     check.refuse(key, not functions and needed, text)
     is_used, dataset = check.config.environment.is_used, check.config.rollout.dataset
-    columns = _columns(check, dataset) if any(":" in name for name in functions) else None
+    # Of a set with prompts of its own, only the function that judges them is called.
+    is_called = any(":" in name for name in functions) and sampled_dataset(check.config)[1] == dataset
+    columns = _columns(check, dataset) if is_called else None
     for name in functions:
         if problem := reward_problem(name) or reward_call_problem(name, columns, is_used):
             check.say(key, f"{key}: {problem}")
@@ -403,7 +406,7 @@ def _check_rewards(check: Check) -> None:
 def _columns(check: Check, dataset: str) -> set[str] | None:
     """The columns that functions get of a dataset, where they can be told without loading it."""
     refused = {"rollout.dataset", "rollout.prompt_column", "rewards.answer_column"} & check.wrong
-    columns = None if refused or check.config.rollout.replay else peek_columns(dataset)
+    columns = None if refused or check.config.rollout.replay else peek_columns(dataset, of_all_rows=True)
     return columns and columns_for_rewards(check.config, columns)
 
 
@@ -465,7 +468,7 @@ def _check_environment(check: Check) -> None:
 def _use_problem(check: Check, key: str, name: str) -> str | None:
     """Return why something of the user's cannot be used as this key of [environment] means it; None if it can."""
     if key == "factory":
-        columns = _columns(check, check.config.rollout.dataset)
+        columns = _columns(check, sampled_dataset(check.config)[1])
         return environment_call_problem(name, columns and columns | {check.config.rollout.prompt_column})
     return tool_problem(name) if key == "tools" else None
 

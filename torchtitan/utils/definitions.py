@@ -24,7 +24,7 @@ class Definition:
 
 def definition_of(name: str) -> Definition | None:
     """Return the definition of `package.module:name`; None where only running the module would tell what the name is:
-    it is decorated, bound more than once, or no definition."""
+    it is decorated, bound or changed by another statement, or no definition."""
     module, _, wanted = name.partition(":")
     try:
         spec = find_module(module)
@@ -35,7 +35,7 @@ def definition_of(name: str) -> Definition | None:
         return None
     found = [node for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
     found = [node for node in found if node.name == wanted and not node.decorator_list]
-    if len(found) != 1 or list(bound_names(body)).count(wanted) != 1:
+    if len(found) != 1 or list(bound_names(body)).count(wanted) != 1 or wanted in _changed_names(body):
         return None
     return Definition(str(spec.origin), found[0])
 
@@ -69,6 +69,16 @@ def required_names(signature: inspect.Signature) -> list[str]:
         for name, parameter in signature.parameters.items()
         if parameter.kind not in variable and parameter.default is inspect.Parameter.empty
     ]
+
+
+def _changed_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the names of which a module's statements set attributes, such as a tool's __doc__."""
+    inner = (node for statement in body for node in ast.walk(statement))
+    return {
+        node.value.id
+        for node in inner
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+    }
 
 
 def find_module(name: str) -> ModuleSpec | None:

@@ -12,6 +12,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import draft_of, validated
+from torchtitan.rollout.data.prompts import load_datasets
 
 GUESS = "torchtitan.rollout.environments.builtin_environments:Guess"
 FILE = f"""
@@ -86,6 +87,36 @@ def test_a_set_has_what_it_gives_and_the_rest_from_its_source_or_the_tables(path
     assert asdict(validated(draft_of(again, {}), planning=True)) == {
         **before, "job": {**before["job"], "config_file": str(again)}
     }  # fmt: skip
+
+
+def test_a_set_with_other_columns_is_accepted_and_its_rows_are_what_is_loaded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(path.parent)
+    path.with_name("set_code.py").write_text(
+        "def of_training(completions, answer, **kwargs): ...\n"
+        "def judge(completions, level, **kwargs): ...\n"
+        "class Board:\n    def reset(self, level, **row): ...\n    def step(self, action): ...\n"
+    )
+    path.with_name("other.jsonl").write_text('{"problem": "2*3=", "level": 1}\n')
+    task = 'dataset = "other.jsonl"\nrollout.prompt_column = "problem"\n'
+    path.write_text(
+        '[model]\nname = "qwen3"\nflavor = "0.6B"\n[rewards]\nfunctions = ["set_code:of_training"]\n'
+        "[eval]\nnum_prompts = 1\n"
+        f'[[eval.set]]\nname = "other"\nreward_function = "set_code:judge"\n{task}'
+        f'[[eval.set]]\nname = "board"\nenvironment.factory = "set_code:Board"\n{task}'
+    )
+    config = validated(draft_of(path, {}), planning=True)
+    for _, set_config in eval_configs(config):
+        assert load_datasets(set_config)[1] == [{"problem": "2*3=", "level": 1}]
+    # What is missing in the set's own rows is still said.
+    path.with_name("other.jsonl").write_text('{"problem": "2*3="}\n')
+    with pytest.raises(ConfigError) as caught:
+        validated(draft_of(path, {}), planning=True)
+    assert [problem.partition(" '")[0] for problem in caught.value.problems] == [
+        "[[eval.set]] other: eval.reward_function: reward function",
+        "[[eval.set]] board: environment.factory: environment",
+    ]
 
 
 def test_without_sets_there_is_one_for_each_source() -> None:

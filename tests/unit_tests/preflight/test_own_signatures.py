@@ -45,6 +45,11 @@ class Inherits(Game):
 def undocumented(x: int): ...
 def untyped(x):
     """Doubles x."""
+def told(x: int): ...
+told.__doc__ = "Doubles x."
+class Mended:
+    def step(self, action): ...
+Mended.reset = lambda self, **row: ""
 def loss(log_probs, advantages): ...
 def sequence_loss(log_probs, log_ratio, advantages, options, sequences): ...
 def rows(path): ...
@@ -101,6 +106,8 @@ def test_what_cannot_be_called_is_refused_before_a_start(
         ("rewards.functions", ["good", "asked", "decorated", "judge", "changed"]),
         ("environment.factory", ["Game"]),
         ("environment.factory", ["Inherits"]),
+        ("environment.factory", ["Mended"]),
+        ("environment.tools", ["told"]),
         ("grpo.loss_type", ["sequence_loss"]),
     ],
 )
@@ -122,6 +129,12 @@ def test_columns_of_a_file_are_looked_at_and_all_of_them_where_it_is_loaded(
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": "", "answr": 2, "answer": 1}])))
     assert load_config(words)
     with pytest.raises(ConfigError, match='prompt_column = "question" .*"rows.jsonl" has no such column'):
+        load_config([*words, "--rollout.prompt_column", "question"])
+    # Only the beginning of a large file is looked at: a column may be in later rows alone.
+    monkeypatch.setattr("torchtitan.rollout.data.peek.BYTES", 99)
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert load_config(words)
+    with pytest.raises(ConfigError, match="rows.jsonl has no such column"):
         load_config([*words, "--rollout.prompt_column", "question"])
     # Where nothing is known before the rows are loaded, they tell.
     config = JobConfig()

@@ -61,6 +61,22 @@ def test_dry_run_names_keys_whose_feature_is_not_in_use(
     assert '[[source]]\nname = "sums"\n' in settings
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "[job]\nstage = 'distill'\n[distill]\nhint = 'success'\ndivergence = 'jsd'\n",
+        "[environment]\nmax_turns = 3\n[eval]\nnum_prompts = 2\n[[eval.set]]\nname = 'games'\ndataset = 'guess'\n"
+        "environment.factory = 'torchtitan.rollout.environments.builtin_environments:Guess'\n",
+    ],
+)
+def test_dry_run_has_no_note_on_keys_of_a_self_teacher_or_of_an_evaluation_set(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
+    decays = ["--grpo.reference_ema_decay", "0.9"] if "distill" in more else []
+    assert main([*write_config(more=more), "--dry-run", *decays]) == 0
+    assert "without effect" not in capsys.readouterr().out
+
+
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     config = load_config([*write_config(), "--inference.dtype", "bfloat16", "--weight_sync.num_slots", "4"])
     # Per layer: q 32×16, k and v 16×16 each, o 16×32, two head norms of 8, three 16×24 matrices, two norms of 16.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.evaluations import sampled_dataset
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.config.source_configs import source_name
@@ -49,7 +50,8 @@ LARGEST_OPERAND = 99
 def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tuple[list[Row], list[Row]]:
     """Return the training rows and the held-out rows of a job; `renderer` checks that the chat template suits them.
 
-    The held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data. The split
+    An evaluation set with a dataset of its own has only those rows, as both. Of a source,
+    the held-out rows are those of eval.dataset, or else rollout.held_out_fraction of the training data. The split
     depends only on the data, not on training.seed, so that runs with different seeds are compared on the same prompts.
 
     Raises:
@@ -59,6 +61,9 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
     # Demonstrations need answers only if evaluations sample.
     trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
     judging = {judging_reward(config)} if evaluation.is_used and config.has_engines else set()
+    if sampled_dataset(config)[0] == "eval.dataset":
+        held_out = _load_held_out(config, judging, renderer)
+        return held_out, held_out
     rows = _with_chats(load_rows(rollout.dataset), config, rollout.dataset, "rollout.dataset")
     if renderer is not None and (config.environment.agent or any(is_chat(row, config) for row in rows)):
         renderer.warn_of_ends()
@@ -75,10 +80,14 @@ def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tu
                 f"the {len(rows)} rows of {rollout.dataset}"
             )
         return train, held_out
-    held_out = load_rows(evaluation.dataset, split="test")
-    held_out = _with_chats(held_out, config, evaluation.dataset, "eval.dataset")
-    _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging, renderer)
-    return rows, held_out
+    return rows, _load_held_out(config, judging, renderer)
+
+
+def _load_held_out(config: JobConfig, judging: set[str], renderer: ChatRenderer | None) -> list[Row]:
+    dataset = config.eval.dataset
+    rows = _with_chats(load_rows(dataset, split="test"), config, dataset, "eval.dataset")
+    _check_rows(rows, config, dataset, "eval.dataset", judging, renderer)
+    return rows
 
 
 def load_rows(dataset: str, split: str = "train") -> list[Row]:
