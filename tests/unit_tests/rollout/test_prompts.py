@@ -206,6 +206,25 @@ def test_an_evaluation_dataset_leaves_the_training_data_whole(tmp_path: Path) ->
     assert (train[0]["prompt"], held_out[0]["prompt"]) == ("a", "b")
 
 
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_beside_a_prompt_are_said_to_be_unseen_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, column: str
+) -> None:
+    rows = [{"prompt": text, "answer": text, column: images} for text, images in (("a", None), ("b", []))]
+    config = make_config(dataset=write_jsonl(tmp_path / "a.jsonl", *rows))
+    load_datasets(config)
+    assert not caplog.records
+    rows += [{"prompt": text, "answer": text, column: ["x.png"]} for text in "cd"]
+    config.rollout.dataset = write_jsonl(tmp_path / "a.jsonl", *rows)
+    load_datasets(config)
+    (record,) = caplog.records
+    assert f"row 3: the policy does not see column '{column}'" in record.getMessage()
+    # An environment gets them.
+    config.environment.factory = "torchtitan.rollout.environments.builtin_environments:Calculator"
+    load_datasets(config)
+    assert len(caplog.records) == 1
+
+
 def test_the_reward_of_the_evaluation_needs_its_column_too(tmp_path: Path) -> None:
     config = make_config(dataset=write_jsonl(tmp_path / "a.jsonl", *({"prompt": text} for text in "abcdefghij")))
     config.rewards.functions = ["format"]

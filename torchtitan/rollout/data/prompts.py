@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ CONVERSIONS = {
     ".json": "write one object of its list per line: jq -c '.[]' {name} > {stem}.jsonl",
 }
 LARGEST_OPERAND = 99
+# Where TRL looks for what belongs to a prompt and is not text.
+IMAGE_COLUMNS = ("image", "images")
 
 
 def load_datasets(config: JobConfig, renderer: ChatRenderer | None = None) -> tuple[list[Row], list[Row]]:
@@ -298,6 +300,20 @@ def _check_rows(
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
     _check_columns(rows, config, f"{key} = {dataset!r}", functions)
+    if not config.environment.is_used:  # an environment or an agent gets the row, and may describe them
+        _warn_of_images(rows, f"{key} = {dataset!r}")
+
+
+def _warn_of_images(rows: Sequence[Row], where: str) -> None:
+    for number, row in enumerate(rows, start=1):
+        for column in IMAGE_COLUMNS:
+            value = row.get(column)
+            if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+                logger.warning(
+                    "%s, row %d: the policy does not see column %r, because prompts are text only; leave such rows out "
+                    "if they cannot be answered without it", where, number, column,
+                )  # fmt: skip
+                return
 
 
 def _check_columns(rows: Sequence[Row], config: JobConfig, where: str, functions: set[str]) -> None:
