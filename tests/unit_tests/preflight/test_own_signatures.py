@@ -134,7 +134,7 @@ def test_columns_of_a_file_are_looked_at_and_all_of_them_where_it_is_loaded(
     monkeypatch.setattr("torchtitan.rollout.data.peek.BYTES", 99)
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert load_config(words)
-    with pytest.raises(ConfigError, match="rows.jsonl has no such column"):
+    with pytest.raises(ConfigError, match="has no such column; there are answer, prompt"):
         load_config([*words, "--rollout.prompt_column", "question"])
     # Where nothing is known before the rows are loaded, they tell.
     config = JobConfig()

@@ -37,6 +37,7 @@ class Characters:
     has_chat_template = True
     added_tokens: dict[str, int] = {}
     unseen_texts: frozenset[str] = frozenset()
+    shield = staticmethod(str)
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]

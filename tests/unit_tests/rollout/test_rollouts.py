@@ -469,6 +469,25 @@ def test_a_run_without_any_reward_says_what_it_samples(tmp_path: Path, first_rew
             assert int(shown["answer"][::-1]) == int(left) + int(right) and shown["completion"]
 
 
+@pytest.mark.parametrize(("hint", "has_success"), [("success", True), ("success", False), ("feedback", True)])
+def test_a_run_of_a_self_teacher_without_any_hint_says_so_once(tmp_path: Path, hint: str, has_success: bool) -> None:
+    """Its batches are trained without a loss where groups that teach nothing are kept: nothing else would be said."""
+    config, rewards, events = make_config(), FakeRewards(), EventLog(tmp_path / "events.jsonl")
+    config.job.stage, config.distill.hint, config.grpo.drop_zero_variance = "distill", hint, False
+    rewards.equal = lambda prompt: not has_success
+    is_said = hint != "success" or not has_success
+
+    def said() -> list[dict[str, Any]]:
+        found = read_json_lines(events.path) if events.path.exists() else []
+        return [event for event in found if event["kind"] == "no_hint_yet"]
+
+    with running(config, FakeActors(), rewards, events=events) as rollouts:
+        take(rollouts, 0)
+        if is_said:
+            until(said)
+    assert [(event["groups"], event["hint"]) for event in said()] == [(2 * BATCH_GROUPS, hint)] * is_said
+
+
 def test_code_that_runs_without_isolation_is_an_event(tmp_path: Path) -> None:
     rewards, events = FakeRewards(), EventLog(tmp_path / "events.jsonl")
     rewards.missing_isolation = "not isolated: there are no namespaces"

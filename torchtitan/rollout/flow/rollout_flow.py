@@ -244,6 +244,7 @@ class RolloutFlow:
                     samples.append(make_sample(trajectory, reward, rewards, answer))
             source.look_for_failures(trajectories)
             source.look_for_reward(prompt, trajectories, samples)
+            source.look_for_hint(samples)
             group = Group(prompt.index, samples, source.name, prompt.from_pass)
             source.accept(group, prompt.row, time.monotonic() - started)
         except Exception as error:
@@ -331,7 +332,7 @@ class RolloutFlow:
                 self._fail(
                     UserError(
                         f"completions arrive, but for {limit:g} s (rollout.data_timeout_s) no group could be trained "
-                        f"on: of {groups['scored']}, {groups['zero_variance']} had equal rewards "
+                        f"on: of {groups['scored']}, {groups['zero_variance']} had equal rewards, or no hint, "
                         f"(grpo.drop_zero_variance), {groups['filtered']} were left out by grpo.group_filter, "
                         f"{groups['unscored']} had too few rewards, {stale} were too old (rollout.max_staleness)"
                         f"{source.groups.lost_rewards}"

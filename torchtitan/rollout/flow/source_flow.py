@@ -31,7 +31,8 @@ SMALLEST_GROUP = 2
 EQUAL_REWARDS = 1e-9
 # A source has failed after this many batches' worth of its groups without any reward, one after the other.
 BATCHES_WITHOUT_REWARD = 4
-# After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some.
+# After so many batches' worth of groups an event says that no completion has had a reward but 0 yet, and shows some;
+# and another one, that none has had a hint.
 BATCHES_OF_ZEROS = 2
 SHOWN_COMPLETIONS = 3
 SHOWN_CHARACTERS = 200
@@ -79,6 +80,8 @@ class SourceFlow:
         needs_rewards = learns_from_rewards(config) or (hints_after_scoring(config) and config.distill.hint == SUCCESS)
         self._zeros: list[tuple[Prompt, Trajectory]] | None = [] if needs_rewards else None
         """One sample of each group so far, while no reward but 0 has been seen"""
+        self._without_hint: int | None = 0 if hints_after_scoring(config) else None
+        """Groups so far, while no hint has been seen"""
         self.start_statistics(self.fresh_statistics())
         filter_name = config.grpo.group_filter
         self._keeps: Callable[[Group], Any] = load_function(filter_name, "grpo.group_filter") if filter_name else bool
@@ -238,6 +241,22 @@ class SourceFlow:
             "it off (finish_reason length), are the tools called (environment/tool_calls; environment.tool_parser), is "
             "the task too hard for this model (docs/recipes.md)?",
         )  # fmt: skip
+
+    def look_for_hint(self, samples: Sequence[Sample]) -> None:
+        """Write an event if the first batches' worth of groups has no hint: nothing is learned from a teacher then."""
+        if self._events is None or self._without_hint is None or not samples:
+            return
+        self._without_hint += 1
+        if any(sample.is_hinted for sample in samples):
+            self._without_hint = None
+        elif self._without_hint >= self._batches(BATCHES_OF_ZEROS):
+            self._events.write(
+                "no_hint_yet", level=logging.WARNING, **self.named, groups=self._without_hint,
+                hint=self.config.distill.hint,
+                look_at="has any sample a reward of at least 1; does a reward function call log_extra('feedback', …), "
+                "or has the environment an attribute feedback; do hints fit into training.seq_len (hint/too_long)?",
+            )  # fmt: skip
+            self._without_hint = None
 
     @property
     def named(self) -> dict[str, str]:
