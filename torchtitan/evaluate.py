@@ -180,7 +180,7 @@ def evaluate(evaluated: Evaluated, config: JobConfig) -> tuple[Path, list[dict[s
     evaluation is missing, or all checkpoints were deleted.
     """
     sleep_between_regions()  # before torch is imported
-    from torchtitan.trainer.controller import Kind
+    from torchtitan.trainer.commands import Kind
     from torchtitan.trainer.job import TrainingJob
 
     with TrainingJob(config) as job:

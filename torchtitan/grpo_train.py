@@ -39,7 +39,7 @@ from torchtitan.utils.machine import leave, sleep_between_regions, without_colle
 from torchtitan.utils.ranks import from_torchrun, world_size
 
 if TYPE_CHECKING:
-    from torchtitan.trainer.controller import Command
+    from torchtitan.trainer.commands import Command
     from torchtitan.trainer.job import TrainingJob
 
 
@@ -100,7 +100,7 @@ def _run(config: JobConfig) -> Run:
 
 def follow_commands(job: TrainingJob) -> Command:
     """Do what the controller says until it says STOP or DONE, and return that command (collective)."""
-    from torchtitan.trainer.controller import Kind
+    from torchtitan.trainer.commands import Kind
 
     while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
         if command.kind is Kind.SNAPSHOT:

@@ -1,12 +1,10 @@
-"""Rank 0's part of a run: it decides what all ranks do next, evaluates, and records what happens."""
+"""Rank 0's part of a run: it decides what all ranks do next, and records what happens."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
-import enum
-import functools
 import logging
 import time
 from collections import deque
@@ -16,12 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.config.evaluations import eval_configs
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed import device
-from torchtitan.distributed.collectives import broadcast_bytes
-from torchtitan.errors import UserError
-from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool, Round
+from torchtitan.inference.engines.replicas.replica_pool import ReplicaPool
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.pool.weight_probe import sampling_tolerance
 from torchtitan.inference.types import Tag
@@ -33,12 +27,13 @@ from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstrations
-from torchtitan.rollout.flow.journal import Journal, ReplaySource, decode_batch, encode_batch, read_records
+from torchtitan.rollout.flow.journal import Journal, ReplaySource, read_records
 from torchtitan.rollout.flow.rollouts import CALL_TIMEOUT_S, Rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Restored
-from torchtitan.trainer.evaluation import Evaluator, evaluate_all
+from torchtitan.trainer.commands import Command, Kind
+from torchtitan.trainer.evaluation_schedule import EvaluationSchedule
 from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
@@ -58,53 +53,6 @@ SNAPSHOT_PAUSE_S = 0.25
 # The interval of checks for actors that weight sync has lost, so that prompts stop going to them during long steps.
 EVICTION_LOOK_S = 0.1
 SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
-
-
-class Kind(enum.Enum):
-    """The next action of all ranks, as one byte on the wire."""
-
-    BATCH = b"B"
-    """train on the batch that comes with the command"""
-    EVALUATE = b"L"
-    """compute the loss of the held-out batch that comes with the command"""
-    GENERATE = b"G"
-    """generate on the trainer's own devices for a while, as specified by the round in the command"""
-    SNAPSHOT = b"S"
-    """publish the pending version while there is no data"""
-    WAIT = b"W"
-    """do nothing yet; sent so that no collective exceeds its deadline"""
-    EXPORT = b"E"
-    """export a Hugging Face checkpoint"""
-    STOP = b"X"
-    """leave the loop"""
-    DONE = b"D"
-    """leave the loop as after the last step, because the goal is reached"""
-
-
-@dataclass
-class Command:
-    kind: Kind
-    batch: Batch | None = None
-    generation: Round | None = None
-
-
-def share_command(command: Command | None) -> Command:
-    """Share rank 0's command with all ranks (collective): the others pass None. Without other ranks, a no-op.
-
-    Collectives never meet out of order because every rank acts on the same sequence of commands.
-    """
-    if device.world_size() == 1 and command is not None:
-        return command
-    if command is None:
-        payload = broadcast_bytes(None)
-        kind = Kind(payload[:1])
-        batch = decode_batch(payload[1:]) if kind in (Kind.BATCH, Kind.EVALUATE) else None
-        return Command(kind, batch, Round.decode(payload[1:]) if kind is Kind.GENERATE else None)
-    content = encode_batch(command.batch) if command.batch else b""
-    if command.generation is not None:
-        content = command.generation.encode()
-    broadcast_bytes(command.kind.value + content)
-    return command
 
 
 @dataclass
@@ -128,10 +76,6 @@ class Controller:
 
     _batch: Batch | None = None
     """The batch for the ranks once the actors sleep"""
-    _evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
-    _evaluation_due = False
-    _reached = False
-    """Whether an evaluation has reached eval.stop_at"""
     _watch: concurrent.futures.Future[None] | None = None
     """It ends by itself only with an error"""
 
@@ -174,7 +118,7 @@ class Controller:
             self._call = self.rollouts.loop.call
         if restored is not None and restored.rollout is not None:
             self._restore(restored.rollout)
-        self._prepare_evaluations(epoch)
+        self.evaluations = EvaluationSchedule(config, epoch, self.rollouts, self.demonstrations, self.sync, self.events)
         if self.actors is not None and self.sync is not None:
             self._call(self.actors.connect_weights, self.sync.registry_address, self.sync.published)
         if restored is not None:
@@ -186,12 +130,8 @@ class Controller:
         describe_page = None if data.live_page is None else data.live_page.describe_end
         boards = Boards(config, run_dir, self.events, resumed_step, describe_page)
         self.metrics = MetricsLogger(config, run_dir, resumed_step, boards)
-        if config.training.steps == 0:
-            # Nothing is trained, so completions.jsonl is that of the evaluations.
-            for name, evaluator in self._evaluators.items():
-                evaluator.record = functools.partial(self.metrics.log_evaluated, name, self.tokenizer)
         rows = read_json_lines(run_dir / METRICS_FILE)
-        self._evaluated = {row["step"] for row in rows if "eval/version" in row}
+        self.evaluations.begin(self.metrics, self.tokenizer, rows)
         self.sync_metrics = SyncMetrics(run_dir, rows)
         if self.rollouts is not None and self.actors is not None and self.sync is not None:
             self._watch = self.rollouts.loop.submit(self._watch_actors)
@@ -202,21 +142,6 @@ class Controller:
             self.demonstrations.restore_state(state)
         elif self.rollouts is not None and self.prepared is None:
             self._call(self.rollouts.flow.restore_state, state)
-
-    def _prepare_evaluations(self, epoch: str) -> None:
-        self._evaluations: list[tuple[float, float]] = []
-        self._evaluators: dict[str, Evaluator] = {}
-        self._due: dict[str, Evaluator] = {}
-        """The sets of the current evaluation"""
-        self._held_out = self.demonstrations.held_out() if self.demonstrations and self.config.eval.is_used else None
-        """Demonstrations whose loss evaluations compute"""
-        self._loss: dict[str, Figure] = {}
-        """The loss of the current evaluation"""
-        if self.rollouts is not None and self.config.eval.is_used:
-            self._evaluators = {
-                name: Evaluator(task.config, epoch, task.held_out_prompts(), task.groups, self.events)
-                for (name, _), task in zip(eval_configs(self.config), self.rollouts.sets, strict=True)
-            }
 
     def _resume(self, version: int, lost: str) -> None:
         """Cut the run's files back to the checkpoint of `version`. After a restart of the ranks, train on the recorded
@@ -289,23 +214,24 @@ class Controller:
 
     def _advance(self, version: int) -> Command | None:
         """Evaluate `version`, end, or train on the next batch; waits a little for what is not there yet."""
-        if self._evaluation is not None:
-            self._look_at_evaluation(version, timeout=0 if self._may_generate else POLL_S)
+        if self.evaluations.is_running:
+            self.evaluations.look(version, timeout=0 if self._may_generate else POLL_S)
             return None
-        if self._evaluation_due:
-            return self._begin_evaluation(version)
-        if version >= self.config.training.steps or self._reached:
+        if self.evaluations.is_due:
+            return self._evaluate(version)
+        if version >= self.config.training.steps or self.evaluations.has_reached_goal:
             return Command(Kind.DONE)
         return self._train(version)
 
-    def _begin_evaluation(self, version: int) -> Command | None:
-        if self._held_out is not None and not self._loss:
-            return Command(Kind.EVALUATE, self._held_out)
+    def _evaluate(self, version: int) -> Command | None:
+        held_out = self.evaluations.batch_without_loss
+        if held_out is not None:
+            return Command(Kind.EVALUATE, held_out)
         if self._is_pending:
             # The version to evaluate must be sent to the actors first.
             time.sleep(PENDING_POLL_S)
         else:
-            self._start_evaluation(version)
+            self.evaluations.start(version, self._newest)
         return None
 
     def _train(self, version: int) -> Command | None:
@@ -324,7 +250,7 @@ class Controller:
         if self.colocated is not None and self._may_generate:
             return Command(Kind.GENERATE, generation=self.colocated.begin_round(self._newest))
         now = time.monotonic()
-        if self._is_pending and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+        if self._is_pending and not self.evaluations.is_running and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
             self._last_snapshot_try = now
             return Command(Kind.SNAPSHOT)
         return None
@@ -388,11 +314,6 @@ class Controller:
         times, self._sleep_times = self._sleep_times, dict.fromkeys(self._sleep_times, 0.0)
         return times
 
-    def take_evaluations(self) -> list[tuple[float, float]]:
-        """Return begin and end (Unix seconds) of evaluations since the last call; no step includes their time."""
-        evaluations, self._evaluations = self._evaluations, []
-        return evaluations
-
     def log_step(
         self,
         version: int,
@@ -432,17 +353,7 @@ class Controller:
             self._call(self.rollouts.flow.set_version if trains else self.rollouts.rewards.set_step, version)
         elif self.demonstrations is None:
             return
-        self._due = {
-            name: evaluator
-            for name, evaluator in self._evaluators.items()
-            if self._is_due(version, evaluator.config.eval.interval)
-        }
-        regular = bool(self._due) if self._evaluators else self._is_due(version, self.config.eval.interval)
-        self._evaluation_due = self.config.eval.is_used and regular and version not in self._evaluated
-
-    def _is_due(self, version: int, interval: int) -> bool:
-        regular = interval > 0 and version % interval == 0
-        return regular or version == 0 or version >= self.config.training.steps
+        self.evaluations.reach(version)
 
     def _next_batch(self, version: int, timeout: float) -> Batch | None:
         if self.prepared is not None:
@@ -493,56 +404,3 @@ class Controller:
                 "actor_late", level=logging.WARNING, actor=name, version=late_actor.version, reason=late_actor.reason
             )
         self._late = late
-
-    def evaluated(self, version: int, figures: Mapping[str, Figure], started_at: float, seconds: float) -> None:
-        """Take the loss of held-out demonstrations, which took so many seconds; figures from sampling are added to it
-        if there are any."""
-        self._evaluations.append((started_at, started_at + seconds))
-        self._loss = {"eval/version": version, "policy_version": version, **figures}
-        if self.rollouts is None:
-            self._evaluation_due = False
-            self._log_evaluation(version, {})
-
-    def _log_evaluation(self, version: int, figures: Mapping[str, Figure]) -> None:
-        figures, self._loss = {**self._loss, **figures}, {}
-        if figures:
-            self.metrics.log_evaluation(version, figures)
-        goal, reached = self.config.eval.stop_at, figures.get("eval/pass@1")
-        if goal and reached is not None and reached >= goal:
-            logger.info("eval.stop_at = %g is reached after step %d: the run ends", goal, version)
-            self._reached = True
-
-    def _start_evaluation(self, version: int) -> None:
-        """Evaluate in the background; commands wait for the end, so the weights do not change meanwhile."""
-        assert self.rollouts is not None
-        self._evaluation_due = False
-        self._evaluation_started, self._evaluation_began = time.monotonic(), time.time()
-        self._evaluation = self.rollouts.loop.submit(self._evaluate, version)
-
-    async def _evaluate(self, version: int) -> dict[str, Figure] | None:
-        limit, newest = self.config.eval.timeout_s, self._newest
-        if self.sync is None:
-            return await evaluate_all(self._due, len(self._evaluators), version, newest, limit)
-        started = time.monotonic()
-        wait = functools.partial(self.sync.wait_until_applied, at_least=1, counts_as_stall=False)
-        await asyncio.to_thread(wait, newest, limit / 2)
-        await asyncio.to_thread(self.sync.pin, newest)
-        try:
-            left = max(limit - (time.monotonic() - started), 1.0)
-            return await evaluate_all(self._due, len(self._evaluators), version, newest, left)
-        finally:
-            self.sync.unpin()
-
-    def _look_at_evaluation(self, version: int, timeout: float) -> None:
-        assert self._evaluation is not None
-        done, _ = concurrent.futures.wait([self._evaluation], timeout)
-        if not done:
-            seconds = time.monotonic() - self._evaluation_started
-            if seconds > self.config.eval.timeout_s + CALL_TIMEOUT_S:
-                self._evaluation.cancel()
-                raise UserError(f"an evaluation has not ended after {seconds:.0f} s: the rollout thread hangs")
-            return
-        evaluation, self._evaluation = self._evaluation, None
-        seconds = time.monotonic() - self._evaluation_started
-        self._evaluations.append((self._evaluation_began, self._evaluation_began + seconds))
-        self._log_evaluation(version, evaluation.result() or {})

@@ -44,7 +44,8 @@ from torchtitan.rollout.flow.rollouts import make_rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
-from torchtitan.trainer.controller import Command, Controller, DataPath, Kind, share_command
+from torchtitan.trainer.commands import Command, Kind, share_command
+from torchtitan.trainer.controller import Controller, DataPath
 from torchtitan.trainer.origins import Origins
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.run_dir import (
@@ -194,7 +195,7 @@ class TrainingJob:
         started, started_at = time.perf_counter(), time.time()
         figures = self.trainer.cross_entropy(batch)
         if self.controller is not None:
-            self.controller.evaluated(self.version, figures, started_at, time.perf_counter() - started)
+            self.controller.evaluations.take_loss(self.version, figures, started_at, time.perf_counter() - started)
         self._waited += time.perf_counter() - started
 
     def publish(self, result: BatchResult) -> None:
@@ -270,7 +271,7 @@ class TrainingJob:
     def log_step(self, batch: Batch, result: BatchResult) -> None:
         """Close the books on a step: everything since the last call belongs to it, evaluations left out."""
         now = time.perf_counter()
-        evaluations = [] if self.controller is None else self.controller.take_evaluations()
+        evaluations = [] if self.controller is None else self.controller.evaluations.take_times()
         evaluation = sum(end - begin for begin, end in evaluations)
         sleeps = {} if self.controller is None else self.controller.take_sleep_times()
         times = {

@@ -18,7 +18,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.engines.replicas.replica_pool import Round
 from torchtitan.rollout.flow.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
-from torchtitan.trainer.controller import Controller, DataPath, Kind
+from torchtitan.trainer.commands import Kind
+from torchtitan.trainer.controller import Controller, DataPath
 from torchtitan.trainer.job import TrainingJob
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.actor_state import ActorState

@@ -90,9 +90,8 @@ def test_clock_that_is_set_anew_changes_no_duration(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "time", lambda: next(hours))
     training = TrainingJob(JobConfig())
     figures = SimpleNamespace(cross_entropy=lambda _: {}, score=lambda _: [], next_log_probs=lambda *_: [])
-    controller = SimpleNamespace(
-        evaluated=lambda _version, _figures, _began, seconds: told.append(seconds), expect=lambda *_: None
-    )
+    evaluations = SimpleNamespace(take_loss=lambda _version, _figures, _began, seconds: told.append(seconds))
+    controller = SimpleNamespace(evaluations=evaluations, expect=lambda *_: None)
     recorder = SimpleNamespace(add=lambda *_: None)
     for name, value in {"trainer": figures, "controller": controller, "_recorder": recorder, "_probe": [1, 2]}.items():
         monkeypatch.setattr(training, name, value, raising=False)
