@@ -339,7 +339,7 @@ def test_the_scan_of_a_recurrent_layer_takes_few_launches_and_waits_for_nothing(
             decay, first = torch.empty(chunks, heads), torch.empty(5, dtype=torch.int64)
         made = len(operators.ran)
         states = scan_in_few_launches(new, read, key, decay, None, first)
-        gradients_in_few_launches(torch.empty_like(states), read, key, decay, first)
+        gradients_in_few_launches(torch.empty_like(states), read, key, decay)
     assert states.shape == (chunks, heads, size, size)
     ran = [(name, devices) for name, devices in operators.ran[made:] if name not in Work.VIEWS]
     assert len(ran) < 150 and all(devices <= {"cuda"} for _, devices in ran)

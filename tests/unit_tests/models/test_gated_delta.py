@@ -122,34 +122,7 @@ def _token_by_token(
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("counts", [[1], [2, 1, 3], [1] * 9, [40, 1, 27], [130]])
-def test_the_scan_in_few_launches_is_the_one_step_by_step(counts: list[int]) -> None:
-    """What GPUs run, in float64 on a CPU: sequences of so many chunks, with and without initial states."""
-    generator, heads, size, width, tokens = torch.Generator().manual_seed(len(counts)), 2, 6, 5, 4
-    chunks = sum(counts) + 3  # some belong to no sequence
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randn(chunks, heads, *shape, generator=generator, dtype=torch.float64)
-
-    new, decay, gradient = some(tokens, width), some().sigmoid(), some(size, width)
-    read, key = F.normalize(some(tokens, size), dim=-1) / 2, F.normalize(some(tokens, size), dim=-1) / 2
-    first = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
-    initial = torch.randn(len(counts), heads, size, width, generator=generator, dtype=torch.float64)
-    for start in (None, initial):
-        states = torch.ops.torchtitan.delta_scan(new, read, key, decay, start, first)
-        found = scan_in_few_launches(new, read, key, decay, start, first)
-        torch.testing.assert_close(found, states, rtol=1e-12, atol=1e-12)
-    expected = torch.ops.torchtitan.delta_scan_backward(gradient, new, read, key, decay, states, first)
-    after = gradients_in_few_launches(gradient, read, key, decay, first)
-    for by_term, wanted in zip(_by_terms(after, new, read, key, states), expected, strict=True):
-        torch.testing.assert_close(by_term, wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
-    generator = torch.Generator().manual_seed(chunk)
-    lengths, padding = [5, 64, 1, 33, 14], 3
+def _compare_with_recurrence(lengths: list[int], padding: int, chunk: int, generator: torch.Generator) -> None:
     total = sum(lengths)
 
     def some(*shape: int) -> torch.Tensor:
@@ -169,6 +142,47 @@ def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
     ours, theirs = (torch.autograd.grad((one * by).sum(), leaves) for one in (found[:total], expected))
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", [[1], [2, 1, 3], [1] * 9, [40, 1, 27], [130]])
+def test_the_scan_in_few_launches_is_the_one_step_by_step(counts: list[int]) -> None:
+    """What GPUs run, in float64 on a CPU: sequences of so many chunks, with and without initial states."""
+    generator, heads, size, width, tokens = torch.Generator().manual_seed(len(counts)), 2, 6, 5, 4
+    chunks = sum(counts) + 3  # some belong to no sequence
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(chunks, heads, *shape, generator=generator, dtype=torch.float64)
+
+    new, decay, gradient = some(tokens, width), some().sigmoid(), some(size, width)
+    read, key = F.normalize(some(tokens, size), dim=-1) / 2, F.normalize(some(tokens, size), dim=-1) / 2
+    first = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
+    ends = (torch.arange(chunks) >= first[-1]).index_fill(0, first[1:] - 1, True)
+    key[ends], decay[ends] = 0.0, 0.0
+    initial = torch.randn(len(counts), heads, size, width, generator=generator, dtype=torch.float64)
+    for start in (None, initial):
+        states = torch.ops.torchtitan.delta_scan(new, read, key, decay, start, first)
+        found = scan_in_few_launches(new, read, key, decay, start, first)
+        torch.testing.assert_close(found, states, rtol=1e-12, atol=1e-12)
+    expected = torch.ops.torchtitan.delta_scan_backward(gradient, new, read, key, decay, states, first)
+    after = gradients_in_few_launches(gradient, read, key, decay)
+    for by_term, wanted in zip(_by_terms(after, new, read, key, states), expected, strict=True):
+        torch.testing.assert_close(by_term[~ends], wanted[~ends], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 4, 5], [1, 1, 30, 8, 1], [129]])
+def test_gradients_of_a_gpus_scan_are_those_of_the_recurrence(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What GPUs run, in float64 on a CPU, with chunks of four tokens: sequences that end before, at and behind one."""
+    monkeypatch.setattr("torchtitan.models.layers.delta_rule.few_launches", lambda _: True)
+    _compare_with_recurrence(lengths, padding=3, chunk=4, generator=torch.Generator().manual_seed(len(lengths)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_every_size_of_chunks_is_the_recurrence(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(chunk)
+    _compare_with_recurrence([5, 64, 1, 33, 14], padding=3, chunk=chunk, generator=generator)
     if chunk == 16:
         # torch's own checks: the schema, the fake kernels' shapes, gradients under the compiler.
         shapes = [(5, 2, 4, 3), (5, 2, 4, 6), (5, 2, 4, 6), (5, 2)]

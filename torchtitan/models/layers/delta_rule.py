@@ -44,8 +44,13 @@ def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def chunk_terms(k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Terms:
-    """k [N, key heads, C, Dk], v [N, heads, C, Dv], g (logarithms of decays, at most 0) and beta [N, heads, C]."""
+def chunk_terms(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, ends: torch.Tensor | None = None
+) -> Terms:
+    """k [N, key heads, C, Dk], v [N, heads, C, Dv], g (logarithms of decays, at most 0) and beta [N, heads, C].
+
+    ends: [N] bool, chunks behind which nothing is left of the state: it decays to 0, and so do their keys.
+    """
     heads, chunk = v.shape[1:3]
     total = g.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
@@ -57,6 +62,8 @@ def chunk_terms(k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.T
         (v.shape[-1], k.shape[-1]), -1
     )
     last = total[..., -1:]
+    if ends is not None:
+        last = last.masked_fill(ends[:, None, None], float("-inf"))
     return Terms(new, read, keys * (last - total).exp()[..., None], last.exp().squeeze(-1), total, between)
 
 
@@ -82,6 +89,11 @@ def _steps(first: torch.Tensor) -> list[torch.Tensor]:
     return [(first[:-1] + step)[count > step + 1] for step in range(int(count.max()) - 1)]
 
 
+def few_launches(x: torch.Tensor) -> bool:
+    """Whether a launch costs more than what it computes."""
+    return x.is_cuda
+
+
 def _scan(
     new: torch.Tensor,
     read: torch.Tensor,
@@ -90,7 +102,7 @@ def _scan(
     initial: torch.Tensor | None,
     first: torch.Tensor,
 ) -> torch.Tensor:
-    if new.is_cuda:
+    if few_launches(new):
         return scan_in_few_launches(new, read, key, decay, initial, first)
     states = new.new_zeros(*decay.shape, key.shape[-1], new.shape[-1])
     if initial is not None:
@@ -111,8 +123,8 @@ def _scan_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """With G the gradient of the state after a chunk and S the state before it: key G is that of what is written, and
     decay G - read^T key G comes back to S."""
-    if new.is_cuda:
-        after = gradients_in_few_launches(gradient, read, key, decay, first)
+    if few_launches(new):
+        after = gradients_in_few_launches(gradient, read, key, decay)
         return _by_terms(after, new, read, key, states)
     by_state = gradient.clone()
     found = torch.zeros_like(new), torch.zeros_like(read), torch.zeros_like(key), torch.zeros_like(decay)
@@ -133,12 +145,6 @@ def _by_terms(
     return written, -(written @ state.mT), (new - read @ state) @ after.mT, (after * state).sum((-2, -1))
 
 
-def _ends(first: torch.Tensor, chunks: int) -> torch.Tensor:
-    """[chunks] bool: whether no chunk of the same sequence follows."""
-    behind = torch.arange(chunks, device=first.device) >= first[-1]
-    return behind.index_fill_(0, first[1:] - 1, True)
-
-
 def _by_head(x: torch.Tensor) -> torch.Tensor:
     """[N, heads, ...] -> [heads, padded_steps(N), ...], with zeros behind."""
     count, steps = len(x), padded_steps(len(x))
@@ -149,16 +155,13 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _closed(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """x [N, ...] with zeros for the last chunks of sequences."""
-    return x.masked_fill(last.view(-1, *(1,) * (x.dim() - 1)), 0)
-
-
 def _transitions(read: torch.Tensor, key: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """What a chunk multiplies the state by, decay - key^T read, for [heads, chunks, ...]."""
-    a = (key.mT @ read).neg_()
-    a.diagonal(dim1=-2, dim2=-1).add_(decay[..., None])
-    return a
+    """What a chunk multiplies the state by, decay - key^T read: [heads, padded_steps(N), Dk, Dk]."""
+    key, read = key.flatten(0, 1), read.flatten(0, 1)
+    # With beta = 0 what it adds to is not read.
+    a = torch.baddbmm(key.new_empty(()).expand(len(key), 1, 1), key.mT, read, beta=0, alpha=-1)
+    a.diagonal(dim1=-2, dim2=-1).add_(decay.flatten()[:, None])
+    return _by_head(a.view(*decay.shape, *a.shape[1:]))
 
 
 def scan_in_few_launches(
@@ -169,28 +172,27 @@ def scan_in_few_launches(
     initial: torch.Tensor | None,
     first: torch.Tensor,
 ) -> torch.Tensor:
-    """The states of `_scan` for GPUs: all sequences are one chain of chunks, as a sequence's last chunk hands on the
-    next one's initial state and nothing else. Sums have another order than step by step, so bits differ."""
-    chunks, last = len(decay), _ends(first, len(decay))
-    new, read, key, decay = _by_head(new), _by_head(read), _by_head(_closed(key, last)), _by_head(_closed(decay, last))
-    b = key.mT @ new
+    """The states of `_scan` for GPUs: all sequences are one chain of chunks, as a sequence's last chunk, whose key and
+    decay are 0, hands on the next one's initial state and nothing else. Sums have another order than step by step, so
+    bits differ."""
+    b = torch.bmm(key.flatten(0, 1).mT, new.flatten(0, 1))
+    b = _by_head(b.view(*decay.shape, *b.shape[1:]))
     start = None
     if initial is not None:
         start = initial[0]
         b[:, first[1:-1] - 1] = initial[1:].transpose(0, 1)
-    states = linear_scan(_transitions(read, key, decay), b, start)[:, :chunks]
+    states = linear_scan(_transitions(read, key, decay), b, start)[:, : len(decay)]
     return states.transpose(0, 1).contiguous()
 
 
 def gradients_in_few_launches(
-    gradient: torch.Tensor, read: torch.Tensor, key: torch.Tensor, decay: torch.Tensor, first: torch.Tensor
+    gradient: torch.Tensor, read: torch.Tensor, key: torch.Tensor, decay: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the state after each chunk [N, heads, Dk, Dv], 0 for a sequence's last: the same chain from its
-    end, with transposed transitions."""
-    chunks, last = len(decay), _ends(first, len(decay))
-    read, key, decay = _by_head(read), _by_head(_closed(key, last)), _by_head(_closed(decay, last))
-    after = linear_scan(_transitions(key, read, decay), _by_head(gradient), backward=True)[:, :chunks]
-    return _closed(after.transpose(0, 1), last)
+    """The gradient of the state after each chunk [N, heads, Dk, Dv]: the same chain from its end, with transposed
+    transitions. A sequence's last chunk has the next sequence's, by which its key and decay would change: chunk_terms
+    multiplies that by 0."""
+    after = linear_scan(_transitions(key, read, decay), _by_head(gradient), backward=True)[:, : len(decay)]
+    return after.transpose(0, 1).contiguous()
 
 
 # The number of steps depends on the lengths of sequences: in a compiled graph the scan is one node. custom_op would
@@ -240,6 +242,8 @@ class ChunkPlaces(NamedTuple):
     """[N × tokens of a chunk], the token at each place, T if there is none"""
     first: torch.Tensor
     """[sequences + 1], the first chunk of each sequence, and the one behind the last"""
+    ends: torch.Tensor
+    """[N] bool, whether no chunk of the same sequence follows"""
 
 
 def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> ChunkPlaces:
@@ -251,10 +255,11 @@ def places_of(cumulative: torch.Tensor, tokens: int, chunk: int = CHUNK) -> Chun
     position = every - starts[sequence]
     place = first[sequence] * chunk + position
     count = tokens // chunk + len(cumulative)
-    if cumulative.is_cuda:
+    if few_launches(cumulative):
         count = padded_steps(count)
     token = every.new_full((count * chunk,), tokens).index_copy(0, place, every)
-    return ChunkPlaces(position, place, token, first)
+    ends = (torch.arange(count, device=cumulative.device) >= first[-1]).index_fill(0, first[1:] - 1, True)
+    return ChunkPlaces(position, place, token, first, ends)
 
 
 class Chunked(NamedTuple):
@@ -294,7 +299,7 @@ def delta_rule(
     q, k, v, g, beta = (
         part.unflatten(-1, x.shape[1:]).transpose(1, 2).contiguous() for part, x in zip(chunks, operands, strict=True)
     )
-    terms = chunk_terms(k, v, g, beta)
+    terms = chunk_terms(k, v, g, beta, places.ends)
     states = torch.ops.torchtitan.delta_scan(*terms[:4], initial, places.first)
     out = chunk_output(q, k, terms, states)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, places.place), Chunked(k, v, g, beta, states)
