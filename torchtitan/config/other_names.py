@@ -139,6 +139,15 @@ OTHER_NAMES: dict[str, str] = {
     "weight_sync.delta": "weight_sync.tcp.delta",
     "weight_sync.relay": "weight_sync.tcp.relay",
     "weight_sync.route": f"{_ENGINE}.route",
+    # Keys of torchtitan that this program had once
+    "checkpoint.folder": "job.dump_folder (a run's checkpoints are in its folder checkpoint)",
+    "compile.backend": "compile.enable (always with torch's own backend)",
+    "enable_profiling": "metrics.profile_freq (0 for false)",
+    "enable_tensorboard": "metrics.loggers (tensorboard)",
+    "enable_wandb": "metrics.loggers (wandb)",
+    "local_batch_size": _PACK,
+    "profiling.profile_freq": "metrics.profile_freq",
+    "selective_ac_option": "activation_checkpoint.mode (selective: every second layer; op)",
 }
 """The end of their name -> the key here, and what to know of its value"""
 
