@@ -58,7 +58,7 @@ class Job:
     config_file: str = ""
     """TOML file to read; command-line options override it"""
 
-    dump_folder: PathText = "./outputs"
+    dump_folder: Annotated[PathText, Must(bool, "must be a folder, or a path where one can be made")] = "./outputs"
     """Each launch writes to a new folder {dump_folder}/{name}-{time}; the link `latest` points to the newest"""
 
     name: RunName = "grpo"

@@ -3,6 +3,7 @@ weights get to them."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ from torchtitan.config.values import (
     Must,
     Names,
     NotNegative,
+    OnceEach,
     Options,
     PathText,
     Positive,
@@ -34,6 +36,15 @@ from torchtitan.config.values import (
 # Bytes per second that deadlines take for granted where they follow from the size of a version.
 APPLIED_PER_SECOND = 5e8
 PULLED_PER_SECOND = 2.5e8
+
+
+TemplateVariables = Annotated[
+    Options,
+    Must(
+        {"messages", "tools", "add_generation_prompt"}.isdisjoint,
+        "must not have messages, tools or add_generation_prompt, which every call sets",
+    ),
+]
 
 
 @dataclass(config=TABLE)
@@ -53,7 +64,7 @@ class Rollout:
     system_prompt: str = ""
     """System message in front of every prompt (chat_template only)"""
 
-    chat_template_kwargs: Options = field(default_factory=dict)
+    chat_template_kwargs: TemplateVariables = field(default_factory=dict)
     """Variables for the chat template, wherever it is applied: {enable_thinking = false} (Qwen3)"""
 
     sampler: Annotated[str, Names(("shuffle", "in_order", "variance"), own_function=True)] = "shuffle"
@@ -131,7 +142,7 @@ class Sandbox:
 
 @dataclass(config=TABLE)
 class Rewards:
-    functions: list[str] = field(default_factory=lambda: ["arithmetic"])
+    functions: OnceEach = field(default_factory=lambda: ["arithmetic"])
     """Built-in names or `package.module:function`, called as TRL calls reward functions"""
 
     weights: Weights = field(default_factory=list)
@@ -214,6 +225,15 @@ class Verifiers:
     {type = "docker", image = "python:3.11-slim", memory = 2}; or podman, apptainer, prime, modal or e2b"""
 
 
+GatewayUrl = Annotated[
+    str,
+    Must(
+        re.compile(r"(https?://[^/?#]+(?:(?!/v1/?$).)*)?").fullmatch,
+        "must be http:// or https:// with a host, without /v1",
+    ),
+]
+
+
 @dataclass(config=TABLE)
 class Gateway:
     host: str = "127.0.0.1"
@@ -223,7 +243,7 @@ class Gateway:
     port: Annotated[int, Range(0, 65535)] = 0
     """Port of the gateway; 0 uses any free port"""
 
-    url: str = ""
+    url: GatewayUrl = ""
     """Where programs reach the gateway, without /v1, such as the URL of a reverse proxy: {port} stands for the port.
     Empty is http:// with host and port"""
 
@@ -233,7 +253,7 @@ class Environment:
     factory: str = ""
     """`package.module:Class` with reset(**row) and either step(action) or public methods as tools; empty for none"""
 
-    tools: list[str] = field(default_factory=list)
+    tools: OnceEach = field(default_factory=list)
     """Functions (`package.module:function`) that the policy may call as tools, with or without a factory"""
 
     agent: str = ""
@@ -382,10 +402,19 @@ class Inference:
         return f"inference.{self.backend}.{name}"
 
 
+OneAddress = Annotated[
+    str,
+    Must(
+        lambda host: host.strip() not in ("", "0.0.0.0", "::"),
+        "must be a single address at which this machine can be reached",
+    ),
+]
+
+
 @dataclass(config=TABLE)
 @with_tables(transport_tables())
 class WeightSync:
-    host: str = "127.0.0.1"
+    host: OneAddress = "127.0.0.1"
     """Address at which actors and trainer ranks reach rank 0's machine; the default works on that machine only"""
 
     port: Annotated[int, Range(0, 65000)] = 0

@@ -20,9 +20,11 @@ from torchtitan.config.values import (
     CountOrZero,
     Names,
     NotNegative,
+    OnceEach,
     PathText,
     Positive,
     Range,
+    ServerUrl,
     Share,
     ShareAboveZero,
     ShareBelowOne,
@@ -66,12 +68,12 @@ class Lora:
     dropout: ShareBelowOne = 0.0
     """Share of an adapter's input that is dropped in training"""
 
-    target_modules: list[str] = field(
+    target_modules: OnceEach = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     """Modules that get adapters; lm_head and embed_tokens are possible too"""
 
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: OnceEach = field(default_factory=list)
     """Modules that are trained in full beside the adapters, such as lm_head or norm"""
 
     adapter_path: str = ""
@@ -246,7 +248,7 @@ class Sft:
 
 @dataclass(config=TABLE)
 class TeacherServer:
-    url: str = ""
+    url: ServerUrl = ""
     """A server that holds the teacher's weights and returns its log-probs, such as http://127.0.0.1:8000; empty: the
     ranks compute them"""
 
@@ -278,7 +280,7 @@ class Distill:
     hint_template: str = "{prompt}\n\n{hint}\n\n"
     """The prompt that the teacher reads instead; of a chat, its last message"""
 
-    coefficient: NotNegative = 1.0
+    coefficient: Positive = 1.0
     """Weight of the divergence from the teacher"""
 
     add_rewards: bool = False

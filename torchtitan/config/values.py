@@ -152,6 +152,14 @@ EngineOptions = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}"), 
 # A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 Column = Annotated[str, Must(bool, "must name a column")]
+OnceEach = Annotated[list[str], Must(lambda names: len(set(names)) == len(names), "each may be named only once")]
+ServerUrl = Annotated[
+    str,
+    Must(
+        re.compile(r"(https?://[^/\s]+/?)?").fullmatch,
+        "must be a URL such as http://127.0.0.1:8000, without a path",
+    ),
+]
 RunName = Annotated[
     str,
     Must(

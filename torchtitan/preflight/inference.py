@@ -87,8 +87,6 @@ def check_weight_sync(check: Check) -> None:
     """Check [weight_sync] against the tables that it goes with."""
     config, sync, refuse = check.config, check.config.weight_sync, check.refuse
     inference = config.inference
-    text = "must be a single address at which this machine can be reached"
-    refuse("weight_sync.host", sync.host.strip() in ("", "0.0.0.0", "::"), text)
     transport = TRANSPORTS[sync.transport]
     # With parameters in host memory and actors on a GPU, such a transport could never deliver anything.
     text = f"needs weight_sync.transport {off_device()}: {sync.transport} reads the parameters on their device"

@@ -31,7 +31,7 @@ def check_sources(check: Check) -> None:
         if eval_set.get("eval.num_prompts") == 0:
             check.say("eval.set", f"[[eval.set]] {eval_set['name']}: num_prompts = 0: leave the set out instead")
     grpo = check.config.grpo
-    observes = grpo.observation_coefficient > 0
+    observes = grpo.observation_coefficient > 0 and check.config.job.stage == "grpo"
     without = not any(source_config.environment.is_used for _, source_config in source_configs(check.config))
     by_turn = grpo.advantage_level == "turn"
     text = "needs environment.factory: only an environment rewards single turns"

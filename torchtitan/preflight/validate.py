@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -265,10 +264,8 @@ def _check_objective(check: Check) -> None:
         is_own = name and (":" in name or key == "group_filter")
         if is_own and (problem := _own_function_problem(name, f"grpo.{key}")):
             check.say(f"grpo.{key}", f"grpo.{key}: {problem}")
-    observing, key = grpo.observation_coefficient > 0, "grpo.observation_coefficient"
-    refuse(key, observing and check.config.job.stage != "grpo", "needs job.stage = grpo")
-    split = observing and check.config.parallelism.context_parallel_degree > 1
-    refuse(key, split, "needs parallelism.context_parallel_degree = 1")
+    split = grpo.observation_coefficient > 0 and check.config.parallelism.context_parallel_degree > 1
+    refuse("grpo.observation_coefficient", split, "needs parallelism.context_parallel_degree = 1")
     text = "needs grpo.recompute_old_log_probs = true, which computes the entropies"
     refuse("grpo.entropy_top_share", grpo.entropy_top_share < 1 and not grpo.recompute_old_log_probs, text)
     # In blocking mode, too, groups are sampled ahead of their batch.
@@ -336,10 +333,6 @@ def _check_rollout(check: Check) -> None:
         check.say("rollout.sampler", f"rollout.sampler: {problem}")
     untemplated = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", untemplated, "needs rollout.chat_template = true")
-    reserved = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
-    check.refuse(
-        "rollout.chat_template_kwargs", reserved, f"must not have {', '.join(reserved)}, which every call sets"
-    )
 
 
 def _evaluates_training_data(config: JobConfig) -> bool:
@@ -392,7 +385,6 @@ def _check_rewards(check: Check) -> None:
     for name in functions:
         if problem := reward_problem(name) or reward_call_problem(name, columns, is_used):
             check.say(key, f"{key}: {problem}")
-    check.refuse(key, len(set(functions)) < len(functions), "each function may be named only once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
     _check_isolation(check, "rewards.sandbox", rewards.sandbox)
@@ -450,11 +442,7 @@ def _check_environment(check: Check) -> None:
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
         if name and (problem := name_problem(name, what) or _use_problem(check, key, name)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")
-    text = "each function may be named only once"
-    check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
     url, host = environment.gateway.url, environment.gateway.host.strip()
-    text = "must be http:// or https:// with a host, without /v1"
-    check.refuse("environment.gateway.url", url and not re.fullmatch(r"https?://[^/?#]+(?:(?!/v1/?$).)*", url), text)
     text = "says not where programs reach the gateway: set environment.gateway.url, or one address of this machine"
     check.refuse("environment.gateway.host", host in ("", "0.0.0.0", "::") and not url, text)
     without = parser != AUTO and not check.config.environment.is_used
@@ -498,7 +486,6 @@ SET_RULES = (_check_rollout, _check_rewards, _check_environment, _check_evaluati
 def _check_files(check: Check) -> None:
     """Check folders that are read or written."""
     config, refuse = check.config, check.refuse
-    refuse("job.dump_folder", not config.job.dump_folder, "must be a folder, or a path where one can be made")
     dump_folder = Path(config.job.dump_folder)
     if problem := _folder_problem(dump_folder):
         refuse("job.dump_folder", True, problem)

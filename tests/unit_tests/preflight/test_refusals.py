@@ -81,7 +81,7 @@ oops | 'oops' does not belong to any
 --inference.backend colocated --inference.discover | discover = true | an engine with actors
 --inference.backend colocated --inference.servers http://127.0.0.1:1 | inference.servers | must be empty
 --inference.vllm.args x | --inference.vllm.args.NAME VALUE
---rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have tools
+--rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have messages, tools or
 --inference.servers http://localhost:1 http://localhost:1 | named only once
 --inference.servers 'slurm:gpu[1-2]' | slurm:gpu[1-2] | slurm:NODES:PORT
 --inference.servers 'slurm:gpu[3-2]:80' | 3 to 2 is not a range
@@ -89,6 +89,11 @@ oops | 'oops' does not belong to any
 --rewards.functions acuracy | "acuracy" | package.module:function | nearest: accuracy
 --rewards.functions 'my module:f' | "my module:f" | package.module:function
 --rewards.functions format format | rewards.functions | once
+--environment.tools tests.agent_examples:play tests.agent_examples:play | environment.tools | only once
+--weight_sync.host 0.0.0.0 | weight_sync.host = "0.0.0.0" | a single address
+--job.dump_folder '' | job.dump_folder = "" | must be a folder
+--grpo.observation_coefficient 0.1 --job.stage sft | grpo.observation_coefficient = 0.1 | needs job.stage = grpo
+--job.stage distill --distill.teacher checkpoint --distill.coefficient 0 | distill.coefficient = 0.0 | greater than 0
 --rewards.functions | rewards.functions = [] | at least one
 --rewards.weights 1 2 | rewards.weights = [1.0, 2.0] | one weight for each
 --environment.agent tests.agent_examples:pley | environment.agent | nearest: play
