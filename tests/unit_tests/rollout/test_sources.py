@@ -212,7 +212,8 @@ def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path,
         config.rewards.functions = [f"{here}.reward_examples:async_hang"]
     else:
         factory = "environment_examples:HangsAsleep" if what == "environment" else "failing_environments:Raises"
-        config.environment.factory, config.environment.step_timeout_s = f"{here}.{factory}", 0.2
+        config.environment.factory = f"{here}.{factory}"
+        config.environment.step_timeout_s = 0.2 if what == "environment" else PATIENCE_S
         config.environment.max_retries, config.rewards.functions = 0, []
         backends = make_backends(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]
     actors: Any = Actors()
