@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from torchtitan.inference.engines.embedded.admission import Admission
 from torchtitan.inference.engines.embedded.cache import KeyValueCache
 from torchtitan.inference.engines.embedded.forwards import (
-    FORWARD_TOKENS,
     BatchSampler,
     Forwards,
     RouteRecorder,
@@ -271,82 +271,94 @@ class Engine:
     def _admit(self) -> bool:
         """Give waiting samples rows, compute their prompts (what several begin with, once) and sample their first
         tokens. Returns whether more can follow at once: what was computed now is what the next one begins with."""
-        rows = self._rows
-        first = len(rows)
-        full_prompts: list[tuple[Running, SequencePart]] = []
-        prompt_ends: list[tuple[Running, SequencePart]] = []
-        copies: list[tuple[int, int, int, int]] = []
-        origins: list[tuple[Running, int]] = []
-        new_prefixes: list[Prefix] = []
-        tokens, again = 0, False
-        while self._waiting:
-            running = self._waiting[0]
-            if self.admission_paused and running.next_sample == 0:
-                break
-            prompt, sampling = running.prompt, running.request.sampling
-            used = len(rows)
-            length = len(prompt) + sampling.max_tokens
-            count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
-            if count <= 0:
-                break
-            alike = [sequence for sequence in running.sequences if sequence.prefilled_under == self._updates]
-            whole_only = rows.stands_at if self.args.delta_layers else None
-            if whole_only is not None:
-                alike = [sequence for sequence in alike if rows.lengths[sequence.row] == len(prompt)]
-            sibling = alike[0] if alike else None
-            source: Prefix | None = None
-            shared = 0
-            if sibling is None:
-                # The last token is computed in any case: what comes after it is sampled.
-                source, shared = rows.prefixes.find(prompt[:-1], whole_only)
-                again = source is not None and not source.computed
-                tokens += len(prompt) - shared
-                if again or (origins and tokens > FORWARD_TOKENS):
-                    break
-                part = SequencePart(prompt, used, shared)
-                if shared:
-                    prompt_ends.append((running, part))
-                else:
-                    full_prompts.append((running, part))
-                if count > 1:
-                    copies.append((used, used + 1, count - 1, len(prompt)))
-            else:
-                copies.append((sibling.row, used, count, len(prompt)))
-            rows.prefixes.trim(self._cache.spare_bytes(used + count, length, used))
-            self._cache.reserve(used + count, length, used)
-            started = rows.start(running, count, (self.epoch, self.version), self._updates)
-            self.waiting -= count
-            if source is not None:
-                rows.begin_with(started, source, shared)
-                self.statistics.reused_tokens += shared
-            if sibling is None:
-                started.prefix = rows.prefixes.begin(prompt, started)
-                new_prefixes.append(started.prefix)
-            origins.append((running, count))
-            if running.next_sample == sampling.n:
-                self._waiting.popleft()
-        if not origins:
+        admission = Admission(first_row=len(self._rows))
+        while self._waiting and self._give_rows(self._waiting[0], admission):
+            pass
+        if not admission.samples:
             return False
-        for prefills in (full_prompts, prompt_ends):
-            if prefills:
-                logits = self._forward_prompts([part for _, part in prefills])
-                if self._recorder is not None:
-                    self._recorder.note([(rows.sequences[part.row], part.start, part.tokens) for _, part in prefills])
-                for (running, _), row_logits in zip(prefills, logits, strict=True):
-                    running.prompt_logits = row_logits
-        for prefix in new_prefixes:
+        self._compute_prompts(admission)
+        self._sample_first_tokens(admission)
+        return admission.waits_for_prompt
+
+    def _give_rows(self, running: Running, admission: Admission) -> bool:
+        """Give the next samples of the first waiting request rows, as many as fit. False where nothing more can join
+        this admission."""
+        rows, prompt, used = self._rows, running.prompt, len(self._rows)
+        length = len(prompt) + running.request.sampling.max_tokens
+        count = self._samples_that_fit(running, length)
+        if count <= 0:
+            return False
+        sibling = self._computed_sibling(running)
+        source: Prefix | None = None
+        shared = 0
+        if sibling is not None:
+            admission.copies.append((sibling.row, used, count, len(prompt)))
+        else:
+            # The last token is computed in any case: what comes after it is sampled.
+            source, shared = rows.prefixes.find(prompt[:-1], rows.stands_at if self.args.delta_layers else None)
+            if admission.has_to_wait(source, len(prompt) - shared):
+                return False
+            admission.compute(running, SequencePart(prompt, used, shared))
+            if count > 1:
+                admission.copies.append((used, used + 1, count - 1, len(prompt)))
+        rows.prefixes.trim(self._cache.spare_bytes(used + count, length, used))
+        self._cache.reserve(used + count, length, used)
+        started = rows.start(running, count, (self.epoch, self.version), self._updates)
+        self.waiting -= count
+        if source is not None:
+            rows.begin_with(started, source, shared)
+            self.statistics.reused_tokens += shared
+        if sibling is None:
+            started.prefix = rows.prefixes.begin(prompt, started)
+            admission.prefixes.append(started.prefix)
+        admission.samples.append((running, count))
+        if running.next_sample == running.request.sampling.n:
+            self._waiting.popleft()
+        return True
+
+    def _samples_that_fit(self, running: Running, length: int) -> int:
+        """How many more samples of a request, of at most `length` tokens each, can have rows; none while those that
+        have not begun are held back."""
+        if self.admission_paused and running.next_sample == 0:
+            return 0
+        used = len(self._rows)
+        return min(running.request.sampling.n - running.next_sample, self._cache.room(length, used) - used)
+
+    def _computed_sibling(self, running: Running) -> Sequence | None:
+        """A sample of the request whose row has the prompt, computed with the weights in use."""
+        for sequence in running.sequences:
+            # A recurrent state is that of all tokens so far: it must not have gone on.
+            ends_there = not self.args.delta_layers or self._rows.lengths[sequence.row] == len(running.prompt)
+            if sequence.prefilled_under == self._updates and ends_there:
+                return sequence
+        return None
+
+    def _compute_prompts(self, admission: Admission) -> None:
+        for prefills in (admission.full_prompts, admission.prompt_ends):
+            if not prefills:
+                continue
+            parts = [part for _, part in prefills]
+            logits = self._forward_prompts(parts)
+            if self._recorder is not None:
+                self._recorder.note([(self._rows.sequences[part.row], part.start, part.tokens) for part in parts])
+            for (running, _), row_logits in zip(prefills, logits, strict=True):
+                running.prompt_logits = row_logits
+        for prefix in admission.prefixes:
             prefix.computed = True
-        for row, target, count, length in copies:
-            rows.copy(row, target, count, length)
-        new_logits = []
-        for running, count in origins:
+        for row, target, count, length in admission.copies:
+            self._rows.copy(row, target, count, length)
+
+    def _sample_first_tokens(self, admission: Admission) -> None:
+        """Sample every admitted sample's first token, from what its prompt gave."""
+        logits = []
+        for running, count in admission.samples:
             assert running.prompt_logits is not None
-            new_logits.append(running.prompt_logits.expand(count, -1))
+            logits.append(running.prompt_logits.expand(count, -1))
             if running.next_sample == running.request.sampling.n:
                 running.prompt_logits = None
+        # It was for the rows before these.
         self._sampler = None
-        self._emit(first, self._make_sampler(first), torch.cat(new_logits))
-        return again
+        self._emit(admission.first_row, self._make_sampler(admission.first_row), torch.cat(logits))
 
     def _forward_prompts(self, parts: list[SequencePart]) -> torch.Tensor:
         self.statistics.prefilled_tokens += sum(part.tokens for part in parts)
