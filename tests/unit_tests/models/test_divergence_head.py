@@ -48,8 +48,8 @@ def log_softmax(
 def defined(p: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
     """By the definition of the divergences, from log-probs."""
 
-    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return (one.exp() * (one - other)).sum(-1)
+    def kl(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+        return (log_probs.exp() * (log_probs - other_log_probs)).sum(-1)
 
     if kind == "jsd":
         mixture = torch.logaddexp(q + math.log(BETA), p + math.log(1 - BETA))
@@ -81,20 +81,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("options", [options for _, options in CASES], ids=[name for name, _ in CASES])
 def test_values_and_gradients_are_those_of_float64(kind: str, options: dict[str, Any]) -> None:
     hidden, weight, teacher, targets = tensors()
-    found = [one.clone().requires_grad_() for one in (*hidden, *weight)]
+    found = [leaf.clone().requires_grad_() for leaf in (*hidden, *weight)]
     teacher = teacher._replace(softcap=5.0 if "softcap" in options else None)
     results = fused_divergence(found[:2], found[2:], targets, Comparison(teacher, kind, BETA), **options)
     total(*results).backward()
-    exact = [one.double().requires_grad_() for one in (*hidden, *weight)]
+    exact = [leaf.double().requires_grad_() for leaf in (*hidden, *weight)]
     p = log_softmax(exact[:2], exact[2:], options, options.get("softcap"))
-    theirs = [[one.double() for one in part] for part in teacher[:2]]
-    q = log_softmax(theirs[0], theirs[1], options, teacher.softcap)
+    teacher_tensors = [[tensor.double() for tensor in part] for part in teacher[:2]]
+    q = log_softmax(teacher_tensors[0], teacher_tensors[1], options, teacher.softcap)
     expected = p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).sum(-1), defined(p, q, kind)
     total(*expected).backward()
-    for one, other in zip(results, expected, strict=True):
-        check(one, other)
-    for one, other in zip(found, exact, strict=True):
-        check(one.grad, other.grad)
+    for result, expected_result in zip(results, expected, strict=True):
+        check(result, expected_result)
+    for leaf, exact_leaf in zip(found, exact, strict=True):
+        check(leaf.grad, exact_leaf.grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,11 +102,11 @@ def test_of_the_likeliest_tokens_alone_the_others_count_as_one(kind: str) -> Non
     hidden, weight, teacher, targets = tensors()
     q = log_softmax(*teacher[:2], {}, None).double()
     top = q.topk(7)
-    found = [one.clone().requires_grad_() for one in (*hidden, *weight)]
+    found = [leaf.clone().requires_grad_() for leaf in (*hidden, *weight)]
     comparison = Comparison(TopTokens(top.indices, top.values.float()), kind, BETA)
     results = fused_divergence(found[:2], found[2:], targets, comparison, budget_bytes=1 << 13)
     total(*results).backward()
-    exact = [one.double().requires_grad_() for one in (*hidden, *weight)]
+    exact = [leaf.double().requires_grad_() for leaf in (*hidden, *weight)]
     p = log_softmax(exact[:2], exact[2:], {}, None)
 
     def merged(log_probs: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,10 @@ def test_of_the_likeliest_tokens_alone_the_others_count_as_one(kind: str) -> Non
     expected = p.gather(-1, targets[:, None])[:, 0], -(p.exp() * p).sum(-1), defined(merged(p), merged(q), kind)
     total(*expected).backward()
     assert (expected[2] < defined(p, q, kind)).all()
-    for one, other in zip((*results, *(x.grad for x in found)), (*expected, *(x.grad for x in exact)), strict=True):
-        check(one, other)
+    for result, expected_result in zip(
+        (*results, *(x.grad for x in found)), (*expected, *(x.grad for x in exact)), strict=True
+    ):
+        check(result, expected_result)
 
 
 def test_gradients_are_added_to_those_that_are_there_and_no_rows_give_none() -> None:
@@ -150,15 +152,15 @@ def on_ranks(kind: str, top: bool) -> list[list[Any]]:
         rank, largest = dist.get_rank(), -(-VOCABULARY // dist.get_world_size())
         rows = slice(rank * largest, min(VOCABULARY, (rank + 1) * largest))
         options["vocabulary"] = VocabularyPart(rows.start, VOCABULARY, largest, dist.group.WORLD)
-        comparison = comparison if top else teacher._replace(weight=[one[rows] for one in teacher.weight])
-    leaves = [one.clone().requires_grad_() for one in (*hidden, *(one[rows] for one in weight))]
+        comparison = comparison if top else teacher._replace(weight=[part[rows] for part in teacher.weight])
+    leaves = [tensor.clone().requires_grad_() for tensor in (*hidden, *(tensor[rows] for tensor in weight))]
     results = fused_divergence(leaves[:2], leaves[2:], targets, Comparison(comparison, kind, BETA), **options)
     total(*results).backward()
-    gradients = [one.grad for one in leaves if one.grad is not None]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     if dist.is_initialized():
-        for one in gradients[:2]:  # each rank has its summand
-            dist.all_reduce(one)
-    return [one.tolist() for one in (*results, *gradients)]
+        for gradient in gradients[:2]:  # each rank has its summand
+            dist.all_reduce(gradient)
+    return [tensor.tolist() for tensor in (*results, *gradients)]
 
 
 def all_on_ranks() -> list[list[list[Any]]]:
@@ -170,7 +172,7 @@ def test_ranks_that_share_the_vocabulary_agree_with_one() -> None:
     alone = all_on_ranks()
     ranks = run_distributed("tests.unit_tests.models.test_divergence_head:all_on_ranks", 2)
     for expected, *parts in zip(alone, *ranks, strict=True):
-        for place, one in enumerate(expected):
+        for place, whole in enumerate(expected):
             found = [torch.as_tensor(part[place]) for part in parts]
             for each in [torch.cat(found)] if place >= 5 else found:
-                torch.testing.assert_close(each, torch.tensor(one), rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(each, torch.tensor(whole), rtol=1e-5, atol=1e-5)

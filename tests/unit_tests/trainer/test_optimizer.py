@@ -97,29 +97,29 @@ def test_muon_is_torchs_for_every_matrix_of_a_layer_and_adamw_for_the_rest() -> 
     ours, adamw = Layers(), Layers()
     optimizer, reference = build_optimizer(ours, config), build_optimizer(adamw, Optimizer(lr=0.01, weight_decay=0.2))
     whole = {name: nn.Parameter(adamw.get_parameter(f"{name}.weight").detach().clone()) for name in ("tall", "wide")}
-    experts = [nn.Parameter(one.clone()) for one in adamw.experts.detach()]
+    experts = [nn.Parameter(expert.clone()) for expert in adamw.experts.detach()]
     # torch's Muon takes one matrix at a time.
-    theirs = torch.optim.Muon(
+    torch_muon = torch.optim.Muon(
         [*whole.values(), *experts], lr=0.01, weight_decay=0.2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
     for step in range(3):
         gradients(ours, step)
         gradients(adamw, step)
-        for name, one in whole.items():
-            one.grad = ours.get_parameter(f"{name}.weight").grad
-        for one, gradient in zip(experts, ours.experts.grad, strict=True):
-            one.grad = gradient
-        for each in (optimizer, reference, theirs):
+        for name, matrix in whole.items():
+            matrix.grad = ours.get_parameter(f"{name}.weight").grad
+        for expert, gradient in zip(experts, ours.experts.grad, strict=True):
+            expert.grad = gradient
+        for each in (optimizer, reference, torch_muon):
             each.step()
-    expected = {f"{name}.weight": one.detach() for name, one in whole.items()} | {"experts": torch.stack(experts)}
+    expected = {f"{name}.weight": matrix.detach() for name, matrix in whole.items()} | {"experts": torch.stack(experts)}
     for name, parameter in ours.named_parameters():
         if name in expected:  # five products in bfloat16, in another order
             torch.testing.assert_close(parameter, expected[name], rtol=0, atol=3 * 0.01 * 0.2 * math.sqrt(24) * 2**-6)
         else:
             assert torch.equal(parameter, adamw.get_parameter(name)), name
-    assert {id(one) for one in optimizer.state} == {id(one) for one in ours.parameters()}
+    assert {id(parameter) for parameter in optimizer.state} == {id(parameter) for parameter in ours.parameters()}
     optimizer.zero_grad()
-    assert all(one.grad is None for one in ours.parameters())
+    assert all(parameter.grad is None for parameter in ours.parameters())
 
 
 ATTENTION = "self_attn.{q,k,v,o}_proj.weight"
@@ -156,7 +156,7 @@ def test_roles_do_not_follow_from_shapes(
     def spelled(names: str) -> set[str]:
         """a{b,c} is ab and ac."""
         parts = [re.fullmatch(r"(.*?)(?:\{(.*)\}(.*))?", name) for name in names.split()]
-        return {f"{p[1]}{one}{p[3] or ''}" for p in parts if p is not None for one in (p[2] or "").split(",")}
+        return {f"{p[1]}{choice}{p[3] or ''}" for p in parts if p is not None for choice in (p[2] or "").split(",")}
 
     of_run = JobConfig()
     of_run.model.hf_assets_path = str(make_tiny(tmp_path, family, **config))
@@ -168,7 +168,7 @@ def test_roles_do_not_follow_from_shapes(
     assert role_of(policy, "model.embed_tokens.weight") is Role.OTHER
     for name in ("AdamW", "Muon"):
         groups = build_optimizer(policy, Optimizer(name=name, weight_decay=0.1)).param_groups  # type: ignore[arg-type]
-        decay = {one: group["weight_decay"] for group in groups for one in group["params"]}
+        decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
         for parameter, value in policy.named_parameters():
             assert (decay[value] == 0) == (role_of(policy, parameter) is Role.VECTOR)
 
@@ -210,14 +210,14 @@ def test_muon_takes_projections_apart_that_are_stored_as_one(
     of_run.model.hf_assets_path = str(directory)
     policy = build_policy(of_run, ParallelDims(1, 1, 1, world_size=1))
     weight = policy.get_parameter(f"model.layers.0.{name}")
-    theirs = [nn.Parameter(one.clone()) for one in cut(weight.detach())]
+    parts = [nn.Parameter(part.clone()) for part in cut(weight.detach())]
     weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    for one, gradient in zip(theirs, cut(weight.grad), strict=True):
-        one.grad = gradient.clone()
+    for part, gradient in zip(parts, cut(weight.grad), strict=True):
+        part.grad = gradient.clone()
     build_optimizer(policy, Optimizer(name="Muon", lr=0.01)).step()
-    torch.optim.Muon(theirs, lr=0.01, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
-    for one, expected in zip(cut(weight.detach()), theirs, strict=True):
-        torch.testing.assert_close(one, expected.detach(), rtol=0, atol=0.01 * 0.2 * math.sqrt(96) * 2**-6)
+    torch.optim.Muon(parts, lr=0.01, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    for part, expected in zip(cut(weight.detach()), parts, strict=True):
+        torch.testing.assert_close(part, expected.detach(), rtol=0, atol=0.01 * 0.2 * math.sqrt(96) * 2**-6)
 
 
 def after_muon(directory: str, layouts: list[dict[str, int]]) -> list[list[list[float]]]:
