@@ -30,16 +30,18 @@ def operands(where: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[
     """Random leaves on the device, and the same values in float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    return [one.to(where).requires_grad_() for one in drawn], [one.double().requires_grad_() for one in drawn]
+    return [tensor.to(where).requires_grad_() for tensor in drawn], [
+        tensor.double().requires_grad_() for tensor in drawn
+    ]
 
 
-def compare(found: torch.Tensor, exact: torch.Tensor, ours: list, theirs: list, dtype: torch.dtype) -> None:
+def compare(found: torch.Tensor, exact: torch.Tensor, ours: list, reference: list, dtype: torch.dtype) -> None:
     """Results, and gradients of a random projection of them."""
     assert_near(found, exact, dtype)
     along = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     got = torch.autograd.grad(found, ours, along.to(found))
-    for one, other in zip(got, torch.autograd.grad(exact, theirs, along.double()), strict=True):
-        assert_near(one, other, dtype)
+    for gradient, exact_gradient in zip(got, torch.autograd.grad(exact, reference, along.double()), strict=True):
+        assert_near(gradient, exact_gradient, dtype)
 
 
 @on_devices
@@ -50,12 +52,12 @@ def test_attention(where: str, dtype: torch.dtype, head: int, window: int, sinks
     """Four query heads for each key head; on a GPU in bfloat16 the kernel of variable length."""
     lengths = [130, 1, 57]
     shapes: list[tuple[int, ...]] = [(sum(lengths), 8, head), (sum(lengths), 2, head), (sum(lengths), 2, head)]
-    ours, theirs = operands(where, dtype, *shapes, *[(8,)] * sinks)
+    ours, reference = operands(where, dtype, *shapes, *[(8,)] * sinks)
     layer = Layer(window=window, scale=head**-0.5, sinks=ours[3] if sinks else None)
-    exact = Layer(window=window, scale=head**-0.5, sinks=theirs[3] if sinks else None)
+    exact = Layer(window=window, scale=head**-0.5, sinks=reference[3] if sinks else None)
     assert uses_varlen_flash(ours[0]) == (where == "cuda" and dtype == torch.bfloat16)
     found = PackedAttention(PackedLayout(lengths, where))(layer, *ours[:3])
-    compare(found, plain_attention(exact, lengths, *theirs[:3]), ours, theirs, dtype)
+    compare(found, plain_attention(exact, lengths, *reference[:3]), ours, reference, dtype)
 
 
 @on_devices
@@ -63,22 +65,22 @@ def test_attention(where: str, dtype: torch.dtype, head: int, window: int, sinks
 def test_attention_of_completions_behind_one_prompt(where: str, dtype: torch.dtype) -> None:
     prompt, completions = 40, [30, 9]
     total = prompt + sum(completions)
-    ours, theirs = operands(where, dtype, (total, 4, 64), (total, 2, 64), (total, 2, 64))
+    ours, reference = operands(where, dtype, (total, 4, 64), (total, 2, 64), (total, 2, 64))
     layer = Layer(scale=0.125)
     found = PackedAttention(PackedLayout([prompt, *completions], where, [-1, 0, 0]))(layer, *ours)
     paths = [torch.arange(prompt + 30), torch.cat((torch.arange(prompt), torch.arange(prompt + 30, total)))]
-    each = [plain_attention(layer, [len(path)], *(one[path] for one in theirs)) for path in paths]
+    each = [plain_attention(layer, [len(path)], *(operand[path] for operand in reference)) for path in paths]
     exact = torch.cat((each[0], each[1][prompt:]))
-    compare(found, exact, ours, theirs, dtype)
+    compare(found, exact, ours, reference, dtype)
 
 
 @on_devices
 @on_types
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_log_probs_and_their_gradients(where: str, dtype: torch.dtype, one_pass: bool) -> None:
-    ours, theirs = operands(where, dtype, (67, 64), (1000, 64))
+    ours, reference = operands(where, dtype, (67, 64), (1000, 64))
     targets = torch.randint(0, 1000, (67,), generator=torch.Generator().manual_seed(2))
-    logits = theirs[0] @ theirs[1].t() / 0.7
+    logits = reference[0] @ reference[1].t() / 0.7
     exact = logits.log_softmax(-1)
     entropy = -(exact.exp() * exact).sum(-1)
     exact = exact.gather(-1, targets[:, None])[:, 0]
@@ -87,15 +89,17 @@ def test_log_probs_and_their_gradients(where: str, dtype: torch.dtype, one_pass:
     if one_pass:
         by_row = weights.float().to(where)
         loss, log_probs, spread = fused_objective(
-            *ours, targets.to(where), lambda own, _, rows: by_row[rows] * own, **options
+            *ours, targets.to(where), lambda row_log_probs, _, rows: by_row[rows] * row_log_probs, **options
         )
     else:
         log_probs, spread = fused_log_probs(*ours, targets.to(where), **options)
         loss = (log_probs * weights.to(log_probs)).sum()
     assert_near(log_probs, exact, torch.float32)
     assert_near(spread, entropy, torch.float32)
-    for one, other in zip(torch.autograd.grad(loss, ours), torch.autograd.grad(exact @ weights, theirs), strict=True):
-        assert_near(one, other, dtype)
+    for gradient, exact_gradient in zip(
+        torch.autograd.grad(loss, ours), torch.autograd.grad(exact @ weights, reference), strict=True
+    ):
+        assert_near(gradient, exact_gradient, dtype)
     plain = full_log_probs((ours[0].float() @ ours[1].float().t()).detach(), targets.to(where), 0.7)
     assert_near(plain[0], exact, torch.float32)
 
@@ -106,12 +110,12 @@ def test_products_of_experts(where: str, dtype: torch.dtype) -> None:
     """One expert has no row, and rows are left over at the end."""
     expert = torch.randint(0, 4, (200,), generator=torch.Generator().manual_seed(3))
     expert[expert == 2] = 0
-    ours, theirs = operands(where, dtype, (200, 64), (4, 32, 64))
+    ours, reference = operands(where, dtype, (200, 64), (4, 32, 64))
     places = places_of(expert.to(where), 4, 8)
     rows = ours[0].new_zeros(len(places.token), 64).index_copy(0, places.place, ours[0])
     found = grouped_linear(rows, ours[1], places.ends).index_select(0, places.place)
-    exact = torch.stack([theirs[1][e] @ row for e, row in zip(expert.tolist(), theirs[0], strict=True)])
-    compare(found, exact, ours, theirs, dtype)
+    exact = torch.stack([reference[1][e] @ row for e, row in zip(expert.tolist(), reference[0], strict=True)])
+    compare(found, exact, ours, reference, dtype)
 
 
 @on_devices
@@ -119,21 +123,21 @@ def test_products_of_experts(where: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rotate"])
 def test_elementwise(where: str, dtype: torch.dtype, name: str) -> None:
     if name == "rms_norm":
-        ours, theirs = operands(where, dtype, (50, 4, 64), (64,))
-        x, weight = theirs
+        ours, reference = operands(where, dtype, (50, 4, 64), (64,))
+        x, weight = reference
         exact = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
         found = rms_norm(ours[0], ours[1], 1e-6)
     elif name == "swiglu":
-        ours, theirs = operands(where, dtype, (50, 64), (50, 64))
-        exact, found = torch.nn.functional.silu(theirs[0]) * theirs[1], swiglu(*ours)
+        ours, reference = operands(where, dtype, (50, 64), (50, 64))
+        exact, found = torch.nn.functional.silu(reference[0]) * reference[1], swiglu(*ours)
     else:
-        ours, theirs = operands(where, dtype, (50, 4, 64))
+        ours, reference = operands(where, dtype, (50, 4, 64))
         angles = torch.randn(50, 1, 32, generator=torch.Generator().manual_seed(4))
         tables = [torch.cat((angles.cos(),) * 2, -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)]
-        cosine, sine = (one.double() for one in tables)
-        halves = theirs[0].roll(32, -1)
-        exact, found = theirs[0] * cosine + halves * sine, rotate(*ours, *(one.to(where) for one in tables))
-    compare(found, exact, ours, theirs, dtype)
+        cosine, sine = (table.double() for table in tables)
+        halves = reference[0].roll(32, -1)
+        exact, found = reference[0] * cosine + halves * sine, rotate(*ours, *(table.to(where) for table in tables))
+    compare(found, exact, ours, reference, dtype)
 
 
 def one_step(mixture: bool, dtype: torch.dtype, where: torch.device | str) -> dict[str, torch.Tensor]:
@@ -153,13 +157,15 @@ def one_step(mixture: bool, dtype: torch.dtype, where: torch.device | str) -> di
     # FSDP2 adds up the same gradient of every rank.
     (-(log_probs + 0.1 * entropy).sum() / ranks).backward()
     found = {
-        f"gradient of {name}": full_tensor(one.grad).double().cpu()
-        for name, one in policy.named_parameters()
-        if one.grad is not None
+        f"gradient of {name}": full_tensor(parameter.grad).double().cpu()
+        for name, parameter in policy.named_parameters()
+        if parameter.grad is not None
     }
     with mock.patch("torchtitan.trainer.optimizer.EPS", 1e-4):
         build_optimizer(policy, Optimizer(lr=1e-3)).step()
-    return found | {name: full_tensor(one.detach()).double().cpu() for name, one in policy.named_parameters()}
+    return found | {
+        name: full_tensor(parameter.detach()).double().cpu() for name, parameter in policy.named_parameters()
+    }
 
 
 def deviations(mixture: bool) -> list[float]:
