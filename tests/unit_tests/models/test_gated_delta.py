@@ -72,23 +72,26 @@ def test_logits_gradients_and_files_are_those_of_transformers(checkpoint: Path, 
         _close(found, expected, f"logits of {length} tokens")
         (expected * by).sum().backward()
         (found * by).sum().backward()
-        theirs = {name.replace(".shared_expert.", ".shared_experts."): p for name, p in reference.named_parameters()}
+        expected_parameters = {
+            name.replace(".shared_expert.", ".shared_experts."): p for name, p in reference.named_parameters()
+        }
         compared = 0
         for name, parameter in policy.named_parameters():
             assert parameter.grad is not None
             if ".mlp.experts." in name:
                 gate_up, down = (
-                    theirs[f"{name.partition('.experts.')[0]}.experts.{one}_proj"].grad for one in ("gate_up", "down")
+                    expected_parameters[f"{name.partition('.experts.')[0]}.experts.{part}_proj"].grad
+                    for part in ("gate_up", "down")
                 )
                 parts = dict(zip(("gate", "up"), gate_up.chunk(2, 1), strict=True)) | {"down": down}
                 expected_gradient = parts[name.rpartition("_proj")[0].rpartition(".")[2]]
             else:
-                expected_gradient = theirs[name].grad
+                expected_gradient = expected_parameters[name].grad
             _close(parameter.grad, expected_gradient, f"{name} of {length} tokens")
             compared += parameter.grad.abs().max().item() > 0
         assert compared == len(list(policy.parameters())) or length < 60
     export_policy(policy, tmp_path / "export")
-    original, written = (load_file(one / "model.safetensors") for one in (checkpoint, tmp_path / "export"))
+    original, written = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "export"))
     assert original.keys() == written.keys()
     assert all(torch.equal(original[name], written[name]) for name in original)
     assert read_model_args(tmp_path / "export") == policy.args
@@ -104,8 +107,8 @@ def test_a_pack_gives_every_sequence_what_it_gets_alone(checkpoint: Path) -> Non
     token_ids = torch.randint(0, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         whole = policy(token_ids, PackedLayout(LENGTHS))
-        for packed, own in zip(whole.split(LENGTHS), token_ids.split(LENGTHS), strict=True):
-            assert torch.equal(packed, policy(own, PackedLayout([len(own)])))
+        for packed, sequence in zip(whole.split(LENGTHS), token_ids.split(LENGTHS), strict=True):
+            assert torch.equal(packed, policy(sequence, PackedLayout([len(sequence)])))
 
 
 def _token_by_token(
@@ -113,7 +116,7 @@ def _token_by_token(
 ) -> torch.Tensor:
     """The rule as delta_rule.py states it: [T, heads, ...] and a state [heads, Dk, Dv] -> [T, heads, Dv]."""
     out, share = [], v.shape[1] // k.shape[1]
-    q, k = (one.repeat_interleave(share, 1) for one in (q, k))
+    q, k = (heads.repeat_interleave(share, 1) for heads in (q, k))
     for t in range(len(q)):
         state = state * g[t].exp()[:, None, None]
         written = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
@@ -130,18 +133,20 @@ def _compare_with_recurrence(lengths: list[int], padding: int, chunk: int, gener
 
     operands = [some(3, 8), F.normalize(some(3, 8), dim=-1), some(6, 12), -some(6).abs() / 4, some(6).sigmoid()]
     initial = torch.randn(len(lengths), 6, 8, 12, generator=generator, dtype=torch.float64)
-    leaves = [one.requires_grad_() for one in operands]
+    leaves = [operand.requires_grad_() for operand in operands]
     layout = PackedLayout(lengths)
     q, k, v, decay, beta = leaves
     places = places_of(layout.cumulative, total + padding, chunk)
     found, _ = delta_rule(q, k, v, decay, beta, places, initial, chunk)
-    parts = zip(*(one[:total].split(lengths) for one in leaves), initial, strict=True)
+    parts = zip(*(leaf[:total].split(lengths) for leaf in leaves), initial, strict=True)
     expected = torch.cat([_token_by_token(*part) for part in parts])
     torch.testing.assert_close(found[:total], expected, rtol=1e-12, atol=1e-12)
     by = some(6, 12)[:total]
-    ours, theirs = (torch.autograd.grad((one * by).sum(), leaves) for one in (found[:total], expected))
-    for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+    gradients, expected_gradients = (
+        torch.autograd.grad((output * by).sum(), leaves) for output in (found[:total], expected)
+    )
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("counts", [[1], [2, 1, 3], [1] * 9, [40, 1, 27], [130]])
@@ -226,9 +231,9 @@ def test_a_compiled_checkpointed_layer_is_one_graph(tmp_path: Path) -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"compile.enable": True, "activation_checkpoint.mode": "full"}
     policy = build_policy(_config(directory, settings), dims)
-    own_losses, own = _trained(policy)
+    own_losses, own_gradients = _trained(policy)
     assert own_losses == pytest.approx(losses, abs=1e-5)
-    for name, gradient in own.items():
+    for name, gradient in own_gradients.items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5)
     # Layers with a state are alike, and so are those with attention.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
@@ -260,13 +265,15 @@ def compare_layouts(directory: str, layouts: list[dict[str, Any]], reference: st
         policy = _built(config, dims)
         folder = Path(scratch) / f"{device.world_size()}-{number}"
         export_policy(policy, folder)
-        original, written = (load_file(Path(one) / "model.safetensors") for one in (f"{scratch}/one", folder))
+        original, written = (
+            load_file(Path(folder_of_export) / "model.safetensors") for folder_of_export in (f"{scratch}/one", folder)
+        )
         # Compiled, these are of the graphs that training takes: others would be traced for as long again.
         with torch.set_grad_enabled(config.compile.enable):
             apart = (policy.logits(torch.arange(70).view(2, 35)).detach() - logits).abs().max().item()
         losses, gradients = _trained(policy, dims.dp_size)
         assert gradients.keys() == expected.keys() and original.keys() == written.keys()
-        error = {n: ((one - expected[n]).norm() / expected[n].norm()).item() for n, one in gradients.items()}
+        error = {n: ((gradient - expected[n]).norm() / expected[n].norm()).item() for n, gradient in gradients.items()}
         same = all(torch.equal(original[name], written[name]) for name in original)
         results.append([losses, max(error.values()), apart, same])
     return results
@@ -306,12 +313,12 @@ def test_ranks_agree_with_one(
         f"{__name__}:compare_layouts",
         ranks,
         directory=str(directory),
-        layouts=[settings | one for one in layouts],
+        layouts=[settings | layout for layout in layouts],
         reference=str(tmp_path / "expected.safetensors"),
         scratch=str(tmp_path),
     )
-    for theirs, error, apart, same in (layout for rank in results for layout in rank):
-        assert theirs == pytest.approx(losses, abs=1e-6)
+    for rank_losses, error, apart, same in (layout for rank in results for layout in rank):
+        assert rank_losses == pytest.approx(losses, abs=1e-6)
         assert error < 2e-5 and apart < 1e-5 * logits.abs().max() and same
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     assert not adapted or trained_parameters(config, policy.args)[1] == trained
@@ -328,7 +335,7 @@ def test_operations_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"linear_num_value_heads": 24}, "linear_num_key_heads = 16 in config.json must divide linear_num_value_heads"),
         ({"layer_types": ["linear_attention"] * 4}, "the decoder needs a layer with full attention"),
@@ -337,7 +344,7 @@ def test_operations_of_a_layer() -> None:
         ({"linear_key_head_dim": None}, "linear_key_head_dim must be a whole number, not null"),
     ],
 )
-def test_an_unsupported_delta_config_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_an_unsupported_delta_config_is_refused(changes: dict[str, Any], message: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         ModelArgs.from_hf_config({"model_type": "qwen3_5_text", "vocab_size": 128, **sizes, **changes})
