@@ -141,7 +141,9 @@ def test_why_a_run_ended_is_recorded(error: Exception | None, code: int, reason:
     run.__exit__(type(error), error, None)
     started, ended = read_json_lines(tmp_path / "events.jsonl")
     assert (started["kind"], started["version"], started["ranks"]) == ("run_started", 7, 1)
-    assert started["program"].startswith("torchtitan-grpo ") and started["torch"] == torch.__version__
+    assert started["program"].startswith("torchtitan-grpo ")
+    # The metadata of wheels from PyPI leave out which build they are ("+cu132").
+    assert started["torch"] and torch.__version__.startswith(started["torch"])
     assert shlex.split(started["command"]) == psutil.Process().cmdline() and started["host"]
     assert {name: ended[name] for name in ("kind", "code", "reason", "version")} == {
         "kind": "run_ended", "code": code, "reason": reason, "version": 7
