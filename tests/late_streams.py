@@ -286,7 +286,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: run_all())
-    # Optimizers of torch 2.15 ask for it; a CUDA build without a driver could not answer.
+    # Optimizers ask for it; a CUDA build without a driver could not answer.
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: SimpleNamespace(is_capturing=lambda: False))
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
     device.device.cache_clear()
