@@ -56,7 +56,7 @@ def written_on(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    text = re.sub(r"git show \w+:\S+", "", text)
+    text = re.sub(r"git show\s+\w+:\S+", "", text)
     named = set(re.findall(r"(?<![\w./<>-])((?:[\w*]+/)*[\w*-]+\.(?:py|toml|sh|slurm|c|lock))\b", text))
     named.update(re.findall(r"`((?:torchtitan|tests|benchmarks|scripts|examples|deploy)(?:/\w+)+)/?`", text))
     missing = {name for name in named if not re.fullmatch(OF_THE_READER, name) and not is_there(name)}
