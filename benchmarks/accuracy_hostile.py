@@ -93,7 +93,7 @@ KINDS: dict[Callable[[random.Random], str], float] = {
 
 def processor_seconds() -> float:
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def judge_each(count: int, rng: random.Random) -> tuple[dict[str, float], int]:
@@ -102,9 +102,9 @@ def judge_each(count: int, rng: random.Random) -> tuple[dict[str, float], int]:
     unscored, total, wall = 0, 0.0, 0.0
     for judged, kind in enumerate(rng.choices(list(KINDS), list(KINDS.values()), k=count), start=1):
         text, gold = kind(rng), rng.choice(GOLDS)
-        begun, clock = processor_seconds(), time.perf_counter()
+        used_before, clock = processor_seconds(), time.perf_counter()
         (reward,) = accuracy(completions=[text], answer=[gold])
-        seconds = processor_seconds() - begun
+        seconds = processor_seconds() - used_before
         wall = max(wall, time.perf_counter() - clock)
         unscored += reward is None
         total += seconds

@@ -171,12 +171,12 @@ def check(stand: Stand, played: Played, record: Path) -> dict[str, float]:
     special = {token_id(name) for name in SPECIAL}
     not_sampled = as_tokens = unpublished = 0
     spans: dict[int, list[tuple[list[int], int, list[float]]]] = {}
-    for branch in (branch for _, group in played for one in group for branch in one.branches):
+    for branch in (branch for _, group in played for trajectory in group for branch in trajectory.branches):
         held: list[int] = []
         for segment in branch.segments:
             if isinstance(segment, Given):
-                own = [END] if held and held[-1] != END else []
-                expected = [*own, START, END, START]
+                ending = [END] if held and held[-1] != END else []
+                expected = [*ending, START, END, START]
                 as_tokens += [token for token in segment.token_ids if token in special] != expected
             else:
                 not_sampled += not _noted(noted, held, segment)
@@ -209,7 +209,7 @@ def _difference(stand: Stand, spans: dict[int, list[tuple[list[int], int, list[f
             found, _ = stand.policy(tokens, PackedLayout([len(ids) for ids, _, _ in some]), tokens.roll(-1), 1.0)
             begin = 0
             for ids, first, log_probs in some:
-                own = found[begin + first - 1 : begin + len(ids) - 1]
-                worst = max(worst, float((own - torch.tensor(log_probs)).abs().max()))
+                computed = found[begin + first - 1 : begin + len(ids) - 1]
+                worst = max(worst, float((computed - torch.tensor(log_probs)).abs().max()))
                 begin += len(ids)
     return worst

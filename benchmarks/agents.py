@@ -206,7 +206,7 @@ async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, size: Size)
                 raise SystemExit(f"the gateway answered {response.status}: {answer}")
         messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{turn}" * size.observed}]
     played = await stand.gateway.end(name)
-    return sum(len(one.token_ids) for branch in played.branches for one in branch.sampled)
+    return sum(len(segment.token_ids) for branch in played.branches for segment in branch.sampled)
 
 
 async def measure_prefill(stand: Stand, size: Size) -> float:
@@ -232,7 +232,7 @@ async def measure_gateway(stand: Stand, sessions: int, size: Size, repeats: int)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         for turn in range(-1, repeats):
             for condition in list(rates)[:: 1 if turn % 2 else -1]:
-                begun = time.perf_counter()
+                started_at = time.perf_counter()
                 names = [f"{condition}-{turn}-{i}" for i in range(sessions)]
                 if condition == "straight":
                     work = [conversation(stand, name, 2000, rendered) for name in names]
@@ -240,7 +240,7 @@ async def measure_gateway(stand: Stand, sessions: int, size: Size, repeats: int)
                     work = [chat(stand, http, name, size) for name in names]
                 sampled = sum(await asyncio.gather(*work))
                 if turn >= 0:
-                    rates[condition].append(sampled / (time.perf_counter() - begun))
+                    rates[condition].append(sampled / (time.perf_counter() - started_at))
     return common.median_ratio(rates["gateway"], rates["straight"])
 
 
@@ -254,10 +254,10 @@ async def count_stale(stand: Stand, size: Size, versions: int) -> tuple[int, int
         done: Sequence[Completion] = await asyncio.gather(
             *(stand.generate(name, prompt, size.sampled) for name, prompt in zip(names, prompts, strict=True))
         )
-        stale += sum(stand.is_stale(prompt, one) for prompt, one in zip(prompts, done, strict=True))
+        stale += sum(stand.is_stale(prompt, completion) for prompt, completion in zip(prompts, done, strict=True))
         asked += len(done)
         prompts = [
-            prompt + one.token_ids + tokens_of(turn, size.observed) for prompt, one in zip(prompts, done, strict=True)
+            prompt + item.token_ids + tokens_of(turn, size.observed) for prompt, item in zip(prompts, done, strict=True)
         ]
         await stand.publish()
         await running
@@ -282,8 +282,8 @@ async def measure_faults(
             played, lost, killed = await agent_faults.play(stand, folder, groups, faults, kills)
         finally:
             await stand.close()
-        trajectories = [one for _, group in played for one in group]
-        turns = sum(len(branch.sampled) for one in trajectories for branch in one.branches)
+        trajectories = [trajectory for _, group in played for trajectory in group]
+        turns = sum(len(branch.sampled) for trajectory in trajectories for branch in trajectory.branches)
         struck = len(list(folder.glob("mark-*")))  # noqa: ASYNC240
         conditions |= {
             "faults": struck + killed,

@@ -130,10 +130,10 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def left_behind(folder: Path) -> list[str]:
     """Processes of agents, and files for temporary use."""
-    own = (ASLEEP, str(folder))
+    marks = (ASLEEP, str(folder))
     texts = [" ".join(command_of(process)) for process in psutil.process_iter()]
     started = [" ".join(command_of(process)) for process in descendants()]
-    return [text for text in texts if any(one in text for one in own)] + started + os.listdir(folder / "tmp")
+    return [text for text in texts if any(mark in text for mark in marks)] + started + os.listdir(folder / "tmp")
 
 
 async def play(
@@ -168,16 +168,16 @@ async def play(
             task.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
         await pool.close()
-    told = {
+    conditions = {
         "episodes": len(rows) * group_size,
         "agents killed": await killing,
         "actors killed": await engines,
         "episodes played again": player.statistics["episodes_redone"],
         "requests repeated": behind.pool.statistics["requests_redone"],
         "versions": behind.trainer.version + 1,
-        "turns": sum(len(branch.sampled) for group in played for one in group for branch in one.branches),
+        "turns": sum(len(branch.sampled) for group in played for trajectory in group for branch in trajectory.branches),
     }
-    return list(zip(prompts, played, strict=True)), {**told, "lost": player.statistics["episodes_lost"]}
+    return list(zip(prompts, played, strict=True)), {**conditions, "lost": player.statistics["episodes_lost"]}
 
 
 def check(behind: Behind, played: Played, record: Path) -> dict[str, float]:
@@ -188,10 +188,10 @@ def check(behind: Behind, played: Played, record: Path) -> dict[str, float]:
         noted.add((tuple(prompt), tuple(done["token_ids"]), tuple(done["log_probs"])))
     figures = dict.fromkeys(FIGURES, 0.0)
     known = {(behind.trainer.epoch, version) for version in range(behind.trainer.version + 1)}
-    for one in (one for _, group in played for one in group):
-        figures["rewards_missed"] += one.reward != 1.0
-        figures["branches_too_many"] += len(one.branches) - 1
-        for branch in one.branches:
+    for trajectory in (episode for _, group in played for episode in group):
+        figures["rewards_missed"] += trajectory.reward != 1.0
+        figures["branches_too_many"] += len(trajectory.branches) - 1
+        for branch in trajectory.branches:
             held: list[int] = []
             for segment in branch.segments:
                 if not isinstance(segment, Given):
@@ -223,10 +223,10 @@ async def measure(folder: Path, group_size: int, episodes: int, kills: int) -> t
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     os.environ["TMPDIR"] = str(folder / "tmp")
     async with playing(config, folder / "run", END) as behind:
-        played, told = await play(behind, rows, group_size, kills)
-        figures = check(behind, played, record) | {"episodes_lost": float(told.pop("lost"))}
+        played, conditions = await play(behind, rows, group_size, kills)
+        figures = check(behind, played, record) | {"episodes_lost": float(conditions.pop("lost"))}
     left = left_behind(folder)
-    return {**figures, "left_behind": float(len(left))}, told | ({"left": left} if left else {})
+    return {**figures, "left_behind": float(len(left))}, conditions | ({"left": left} if left else {})
 
 
 def main() -> None:

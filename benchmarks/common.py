@@ -69,9 +69,9 @@ def progress(text: str) -> None:
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds that a call takes."""
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     work()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started_at
 
 
 def interleaved(
@@ -168,13 +168,13 @@ def run(command: Sequence[object], seconds: float = 3600.0, **variables: str) ->
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            said, _ = process.communicate(timeout=seconds)
+            output, _ = process.communicate(timeout=seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise SystemExit(f"{' '.join(words[:6])} … ended with exit code {process.returncode}:\n{said[-4000:]}")
-    return said
+        raise SystemExit(f"{' '.join(words[:6])} … ended with exit code {process.returncode}:\n{output[-4000:]}")
+    return output
 
 
 def train(
@@ -207,9 +207,9 @@ def once(note: Path, settings: Mapping[str, object], work: Callable[[], str]) ->
         if json.loads(note.read_text())["settings"] != asked:
             raise SystemExit(f"{note} is of a run with other settings: take another folder")
         return
-    begun, load = time.perf_counter(), os.getloadavg()[0]
+    started_at, load = time.perf_counter(), os.getloadavg()[0]
     came = work()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     note.parent.mkdir(exist_ok=True)
     note.write_text(json.dumps({"settings": asked, "seconds": seconds, "came": came}))
     progress(f"{note.stem}: {came}; {seconds:.0f} s, load {load:.1f} before and {os.getloadavg()[0]:.1f} after")

@@ -42,8 +42,8 @@ def ask(task: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run one task of the worker and return what it measured."""
     # Memory that is not kept between blocks would cost every block its pages again.
     variables = VARIABLES if task == "memory" else {"PYTHONPATH": VARIABLES["PYTHONPATH"]}
-    said = common.run([common.peers_python(), WORKER, task, json.dumps(options)], TIMEOUT_SECONDS, **variables)
-    result: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    output = common.run([common.peers_python(), WORKER, task, json.dumps(options)], TIMEOUT_SECONDS, **variables)
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     smaller = {}
     for name, part in (("quarter", 4), ("half", 2)):
         few = ask("time", {**case, "vocab": arguments.vocab // part, "tokens": arguments.tokens // part})["processor"]
-        smaller[name] = {which: [round(one, 3) for one in values] for which, values in few.items()}
+        smaller[name] = {which: [round(duration, 3) for duration in values] for which, values in few.items()}
         common.progress(f"a {name} of vocabulary and tokens: {smaller[name]} processor seconds")
     times = ask("time", case)
     common.progress(f"all of them: {times['processor']} processor seconds")
@@ -74,8 +74,8 @@ def main() -> None:
         **ask("accuracy", {**case, "vocab": min(arguments.vocab, 4096), "tokens": min(arguments.tokens, 256)}),
         **{f"{name}_peak_mib": value for name, value in peak.items()},
     }
-    seconds = {name: [round(one, 2) for one in values] for name, values in times["seconds"].items()}
-    used = {name: [round(one, 2) for one in values] for name, values in times["processor"].items()}
+    seconds = {name: [round(duration, 2) for duration in values] for name, values in times["seconds"].items()}
+    used = {name: [round(duration, 2) for duration in values] for name, values in times["processor"].items()}
     conditions = {
         **case,
         "seconds": seconds,

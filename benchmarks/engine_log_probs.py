@@ -53,7 +53,7 @@ def prompts(arguments: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 @torch.no_grad()
 def trainer_log_probs(policy: Decoder, sequences: list[list[int]]) -> list[torch.Tensor]:
     """Log-probs of all tokens but the first, per sequence, in one pack."""
-    ids, lengths = torch.tensor([token for one in sequences for token in one]), [len(one) for one in sequences]
+    ids, lengths = torch.tensor([token for row in sequences for token in row]), [len(row) for row in sequences]
     log_probs, _ = policy(ids, PackedLayout(lengths), ids.roll(-1))
     return [part[:-1] for part in log_probs.split(lengths)]
 
@@ -78,7 +78,7 @@ def main() -> None:
         for i, prompt in enumerate(prompts(arguments, engine.args.vocab_size))
     ]
     answers = engine.generate(asked)
-    pairs = [(one.prompt_ids, done) for one, group in zip(asked, answers, strict=True) for done in group]
+    pairs = [(request.prompt_ids, done) for request, group in zip(asked, answers, strict=True) for done in group]
     sequences = [prompt + done.token_ids for prompt, done in pairs]
     expected = trainer_log_probs(trainer, sequences)
     half = trainer_log_probs(trainer, sequences[: len(sequences) // 2])

@@ -71,7 +71,7 @@ def honest(request: GenerateRequest) -> bytes:
         routes = Routes(0, generator.integers(0, 128, shape).astype(np.uint8)) if sampling.routes else None
         spans = [VersionSpan("1764374400-0123456789abcdef", 7, 0, sampling.max_tokens)]
         made.append(Completion(ids.tolist(), log_probs.tolist(), "length", spans, None, routes))
-    return json.dumps({"completions": [one.to_json() for one in made]}, separators=(",", ":")).encode()
+    return json.dumps({"completions": [completion.to_json() for completion in made]}, separators=(",", ":")).encode()
 
 
 def serve(answers: Connection) -> None:
@@ -143,8 +143,8 @@ async def refused(call: Awaitable[Any]) -> str:
 
 
 async def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    ours, server_end = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(server_end,), daemon=True)
     process.start()
     client = EmbeddedClient(f"http://127.0.0.1:{ours.recv()}", "", LAYERS * EXPERTS)
     n, tokens = (2, 1024) if quick else (16, 32768)
@@ -163,10 +163,10 @@ async def measure(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
         watch.take()
 
     async def case(name: str, work: Callable[[], Awaitable[str]]) -> None:
-        said = await work()
+        outcome = await work()
         wait, held = watch.take()
-        rows[name] = wait, held, said
-        print(f"{name:36} wait {wait:8.1f} ms  hold {held:6.1f} ms  {said[:80]}", flush=True)
+        rows[name] = wait, held, outcome
+        print(f"{name:36} wait {wait:8.1f} ms  hold {held:6.1f} ms  {outcome[:80]}", flush=True)
 
     async def generated(request: GenerateRequest) -> str:
         return f"{len(await client.generate(request, TIMEOUT_S))} completions"

@@ -171,12 +171,12 @@ def main() -> None:
             return requests(prompts, arguments.samples, arguments.new_tokens, next(turns))
 
         async def over_http() -> None:
-            answers = await asyncio.gather(*(handler.generate(one, REQUEST_SECONDS) for one in asked()))
-            assert sum(len(one.log_probs) for answer in answers for one in answer) == total
+            answers = await asyncio.gather(*(handler.generate(request, REQUEST_SECONDS) for request in asked()))
+            assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
         def in_process() -> None:
             answers = engine.generate(asked())
-            assert sum(len(one.log_probs) for answer in answers for one in answer) == total
+            assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
         def theirs() -> None:
             transformers_run(model, prompts, arguments.samples, arguments.new_tokens)
@@ -194,7 +194,7 @@ def main() -> None:
             process.wait(30)
             loop.close()
     ratios = {
-        name: [reference / own for reference, own in zip(seconds["transformers"], seconds[name], strict=True)]
+        name: [reference / duration for reference, duration in zip(seconds["transformers"], seconds[name], strict=True)]
         for name in ("engine", "http")
     }
     figures = {
@@ -217,9 +217,9 @@ def main() -> None:
 
 def processor_seconds(work: Callable[[], object]) -> float:
     """Seconds of the processor that a call takes."""
-    begun = time.process_time()
+    started_at = time.process_time()
     work()
-    return time.process_time() - begun
+    return time.process_time() - started_at
 
 
 def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
@@ -236,7 +236,7 @@ def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
 
         def ours(engine: Engine) -> None:
             answers = engine.generate(requests(prompts, arguments.samples, arguments.new_tokens, next(turns)))
-            assert sum(len(one.log_probs) for answer in answers for one in answer) == total
+            assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
         def add(name: str, dtype: torch.dtype) -> None:
             model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -292,7 +292,7 @@ def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
         "processor": common.processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "seconds": {name: [round(one, 2) for one in taken] for name, taken in seconds.items()},
+        "seconds": {name: [round(duration, 2) for duration in taken] for name, taken in seconds.items()},
     }
     common.report("generation", figures, bars, conditions, arguments.json)
 

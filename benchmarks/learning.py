@@ -169,8 +169,8 @@ class Benchmark:
         runs = [self.grpo(f"grpo-{seed}", seed) for seed in range(self.arguments.seeds)]
         self.curves["GRPO"] = runs
         scores = [passed(run) for run in runs]
-        gains, after = [one[-1] - one[0] for one in scores], [one[-1] for one in scores]
-        before = [one[0] for one in scores]
+        gains, after = [curve[-1] - curve[0] for curve in scores], [curve[-1] for curve in scores]
+        before = [curve[0] for curve in scores]
         for name, values in (("grpo_gain", gains), ("pass_before", before), ("pass_after", after)):
             self.figures[name] = statistics.fmean(values)
         self.conditions |= {"gain": interval(gains), "tokens trained": trained_tokens(runs[0])}
@@ -192,8 +192,8 @@ class Benchmark:
     def staleness(self) -> None:
         ways = {"": {}, " uncorrected": UNCORRECTED} if self.arguments.uncorrected else {"": {}}
         ends: dict[str, float] = {}
-        for bound, (said, keys) in itertools.product(self.arguments.staleness, ways.items()):
-            name = f"staleness {bound}{said}"
+        for bound, (suffix, keys) in itertools.product(self.arguments.staleness, ways.items()):
+            name = f"staleness {bound}{suffix}"
             run = self.grpo(name.replace(" ", "-"), 0, {"rollout.max_staleness": bound, "eval.interval": 0}, keys)
             lags = every(run, "staleness/mean")
             # The first batches are of the first version: the lag grows until the bound is reached.
@@ -207,21 +207,21 @@ class Benchmark:
     def trl(self) -> None:
         """A seed of ours and one of TRL's in turn, so that what is there when it is stopped are pairs."""
         ours: list[Path] = []
-        theirs: list[float] = []
+        trl_scores: list[float] = []
         rewards: list[float] = []
         for seed in range(self.arguments.seeds):
             # TRL samples no other groups in the place of those whose rewards are equal, and with the present policy.
             keys = {"grpo.drop_zero_variance": False, "rollout.max_staleness": 0, "eval.interval": 0}
             alike = self.grpo(f"alike-{seed}", seed, keys)
             ours.append(alike)
-            theirs.append(self.train_with_trl(seed))
+            trl_scores.append(self.train_with_trl(seed))
             of_steps = statistics.fmean(json.loads((self.folder / f"trl-{seed}-rewards.json").read_text()))
             rewards.append(statistics.fmean(every(alike, "reward/mean")) - of_steps)
-        self.curves["no group dropped"], self.points["TRL"] = ours, theirs
+        self.curves["no group dropped"], self.points["TRL"] = ours, trl_scores
         scores = [passed(run)[-1] for run in ours]
-        self.figures["difference_to_trl"] = statistics.fmean(scores) - statistics.fmean(theirs)
-        pairs = [one - other for one, other in zip(scores, theirs, strict=True)]
-        self.conditions |= {"ours": interval(scores), "TRL": interval(theirs), "difference": interval(pairs)}
+        self.figures["difference_to_trl"] = statistics.fmean(scores) - statistics.fmean(trl_scores)
+        pairs = [score - other for score, other in zip(scores, trl_scores, strict=True)]
+        self.conditions |= {"ours": interval(scores), "TRL": interval(trl_scores), "difference": interval(pairs)}
         self.conditions["difference of the mean training reward"] = interval(rewards)
 
     def train_with_trl(self, seed: int) -> float:
@@ -266,7 +266,7 @@ class Benchmark:
             evaluations = [list(zip(*seeds, strict=True)) for seeds in zip(*map(points, runs), strict=True)]
             mean = [statistics.fmean(scores) for *_, scores in evaluations]
             half = [half_interval(scores) for *_, scores in evaluations]
-            steps, tokens = ([statistics.fmean(one[place]) for one in evaluations] for place in (0, 2))
+            steps, tokens = ([statistics.fmean(evaluation[place]) for evaluation in evaluations] for place in (0, 2))
             line = "-" if len(mean) > 2 else ""  # between the start and the end nothing was measured
             look = {"marker": "o", "markersize": 3, "capsize": 2, "ls": line, "color": f"C{number}", "label": name}
             by_tokens.errorbar([count / 1000 for count in tokens], mean, half, **look)
@@ -274,14 +274,14 @@ class Benchmark:
                 by_step.errorbar(steps, mean, half, **look)
         dress(by_step, "Held-out pass@1", "step")
         dress(by_tokens, "Held-out pass@1", "thousand tokens trained")
-        if theirs := self.points.get("TRL"):
+        if trl_scores := self.points.get("TRL"):
             by_step.errorbar(
-                [1.03 * self.arguments.steps], statistics.fmean(theirs), half_interval(theirs),
+                [1.03 * self.arguments.steps], statistics.fmean(trl_scores), half_interval(trl_scores),
                 marker="s", markersize=4, capsize=2, ls="", color="C7", label="TRL",
             )  # fmt: skip
-        for said, label in (("", "truncated weights"), (" uncorrected", "no correction")):
-            there = [bound for bound in self.arguments.staleness if f"staleness {bound}{said}" in self.points]
-            ends = [self.points[f"staleness {bound}{said}"][0] for bound in there]
+        for suffix, label in (("", "truncated weights"), (" uncorrected", "no correction")):
+            there = [bound for bound in self.arguments.staleness if f"staleness {bound}{suffix}" in self.points]
+            ends = [self.points[f"staleness {bound}{suffix}"][0] for bound in there]
             if there:
                 by_bound.plot(there, ends, marker="o", markersize=4, label=label)
         by_bound.set_ylim(0, 1)
@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--sft-steps", type=int, default=700)
     parser.add_argument("--steps", type=int, default=30, help="of GRPO")
-    parser.add_argument("--staleness", type=lambda text: [int(one) for one in text.split(",")], default=[0, 4])
+    parser.add_argument("--staleness", type=lambda text: [int(bound) for bound in text.split(",")], default=[0, 4])
     parser.add_argument("--uncorrected", action="store_true", help="also without off-policy correction")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -387,8 +387,8 @@ def main() -> None:
         "distill_share": (">=", 0.95),
         "distill_tokens_share": ("<=", 0.20),
     }
-    said = {"steps": arguments.steps, "processor": common.processor(), "quick": arguments.quick}
-    common.report("learning", benchmark.figures, bars, benchmark.conditions | said, arguments.json)
+    conditions = {"steps": arguments.steps, "processor": common.processor(), "quick": arguments.quick}
+    common.report("learning", benchmark.figures, bars, benchmark.conditions | conditions, arguments.json)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "PYTHONPATH": f"{HERE.paren
 
 def ask(task: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run one task of the worker and return what it measured."""
-    said = common.run([common.peers_python(), WORKER, task, json.dumps(options)], TIMEOUT_SECONDS, **VARIABLES)
-    result: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    output = common.run([common.peers_python(), WORKER, task, json.dumps(options)], TIMEOUT_SECONDS, **VARIABLES)
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
 
 
@@ -111,8 +111,8 @@ def tensor_parallel(case: dict[str, Any], ranks: int) -> dict[str, float]:
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     single = peaks(case, ["two_pass"])["two_pass"]
     return {
-        "rank_peak_vs_single": max(one["peak_mib"] for one in found) / single,
-        "tp_error": max(one["error"] for one in found),
+        "rank_peak_vs_single": max(result["peak_mib"] for result in found) / single,
+        "tp_error": max(result["error"] for result in found),
     }
 
 

@@ -105,8 +105,8 @@ def peak_mib(case: Case, work: Work) -> float:
 
 def compare(case: Case, budget: int, repeats: int) -> tuple[dict[str, float], str]:
     """Figures of one token count, and what is to be said about Liger."""
-    theirs, said = liger_ways(case)
-    ways = own_ways(case, budget) | theirs
+    peers, remark = liger_ways(case)
+    ways = own_ways(case, budget) | peers
     figures: dict[str, float] = {}
     if case.hidden.is_cuda:
         figures |= {f"{name}_peak_mib": peak_mib(case, work) for name, work in ways.items()}
@@ -115,12 +115,12 @@ def compare(case: Case, budget: int, repeats: int) -> tuple[dict[str, float], st
     taken = common.interleaved(turns, repeats, warm_up=2)
     figures |= {f"{name}_s": statistics.median(values) for name, values in taken.items()}
     figures["time_vs_gemms"] = common.median_ratio(taken["one_pass"], taken["gemms"])
-    if theirs:
-        fastest = min(theirs, key=lambda name: figures[f"{name}_s"])
+    if peers:
+        fastest = min(peers, key=lambda name: figures[f"{name}_s"])
         figures["time_vs_liger"] = common.median_ratio(taken["one_pass"], taken[fastest])
-    if theirs and case.hidden.is_cuda:
-        figures["peak_vs_liger"] = figures["one_pass_peak_mib"] / min(figures[f"{name}_peak_mib"] for name in theirs)
-    return figures, said
+    if peers and case.hidden.is_cuda:
+        figures["peak_vs_liger"] = figures["one_pass_peak_mib"] / min(figures[f"{name}_peak_mib"] for name in peers)
+    return figures, remark
 
 
 def main() -> None:
@@ -134,18 +134,18 @@ def main() -> None:
     where, small = "cpu" if options.cpu else "cuda", options.cpu or options.quick
     vocabulary, hidden, counts, repeats = (2048, 64, (1024, 2048), 3) if small else (151936, 4096, (8192, 32768), 11)
     by_count: dict[int, dict[str, float]] = {}
-    said: dict[int, str] = {}
+    remarks: dict[int, str] = {}
     for tokens in counts:
         common.progress(f"{tokens} tokens")
         case = make_case(vocabulary, hidden, tokens, tokens // SEQUENCE_TOKENS, torch.bfloat16, where=where)
-        by_count[tokens], said[tokens] = compare(case, options.budget_mb << 20, repeats)
+        by_count[tokens], remarks[tokens] = compare(case, options.budget_mb << 20, repeats)
     measured = [key for key in BARS if all(key in found for found in by_count.values())]
     figures = {key: max(found[key] for found in by_count.values()) for key in measured}
     figures |= {f"{key}_{tokens}": value for tokens, found in by_count.items() for key, value in found.items()}
     conditions = {
         "gpu": "none" if options.cpu else torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "liger": said,
+        "liger": remarks,
         "vocab": vocabulary,
         "hidden": hidden,
         "tokens": list(counts),

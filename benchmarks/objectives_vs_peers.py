@@ -201,36 +201,36 @@ class Row:
     constant_apart: float = 0.0
     """What is left of trl_gradient when ours is multiplied by the best constant"""
 
-    def add(self, peer: str, value: float, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    def add(self, peer: str, value: float, ours: torch.Tensor, reference: torch.Tensor) -> None:
         """Keep the largest differences."""
         setattr(self, f"{peer}_value", max(getattr(self, f"{peer}_value") or 0.0, value))
-        apart = relative(ours, theirs)
+        apart = relative(ours, reference)
         setattr(self, f"{peer}_gradient", max(getattr(self, f"{peer}_gradient") or 0.0, apart))
         if peer == "trl":
-            best = (ours @ theirs) / (ours @ ours)
-            self.constant_apart = max(self.constant_apart, relative(best * ours, theirs))
+            best = (ours @ reference) / (ours @ ours)
+            self.constant_apart = max(self.constant_apart, relative(best * ours, reference))
 
 
 def compare(case: Case, batches: list[Batch], found: list[dict[str, Any]]) -> Row:
     """The largest differences over the batches."""
     row = Row(case.name, case.reason)
-    for batch, theirs in zip(batches, found, strict=True):
+    for batch, peers in zip(batches, found, strict=True):
         ours = Ours(case, batch)
         value, gradients = ours.in_float64()
-        expected = torch.cat([theirs["trl"][name].flatten() for name in ("by_log_prob", "by_entropy")])
-        row.add("trl", abs(case.scale * value - theirs["trl"]["loss"]), case.scale * gradients, expected)
-        if "liger" in theirs:
+        expected = torch.cat([peers["trl"][name].flatten() for name in ("by_log_prob", "by_entropy")])
+        row.add("trl", abs(case.scale * value - peers["trl"]["loss"]), case.scale * gradients, expected)
+        if "liger" in peers:
             value, gradients = ours.through_the_head()
-            expected = torch.cat([theirs["liger"][name].flatten() for name in ("by_hidden", "by_weight")])
-            row.add("liger", abs(case.scale * value - theirs["liger"]["loss"]), case.scale * gradients, expected)
+            expected = torch.cat([peers["liger"][name].flatten() for name in ("by_hidden", "by_weight")])
+            row.add("liger", abs(case.scale * value - peers["liger"]["loss"]), case.scale * gradients, expected)
     return row
 
 
 def compare_advantages(case: AdvantageCase, batches: list[Batch], found: list[dict[str, Any]]) -> Row:
     """The advantages stand in the columns of the gradients; TRL makes them in fp32."""
     row = Row(case.name, case.reason)
-    for batch, theirs in zip(batches, found, strict=True):
-        ours, expected = case.advantages(batch), theirs["trl"]["advantages"].double()
+    for batch, peers in zip(batches, found, strict=True):
+        ours, expected = case.advantages(batch), peers["trl"]["advantages"].double()
         row.add("trl", (ours - expected).abs().max().item(), ours, expected)
     return row
 
@@ -286,8 +286,8 @@ def main() -> None:
     batches = [make_batch(seed) for seed in range(1 if arguments.quick else arguments.batches)]
     cases = [*EQUAL, *DIFFERENT]
     found = ask_peers([*cases, *ADVANTAGES], batches)
-    rows = [compare(case, batches, one) for case, one in zip(cases, found, strict=False)]
-    made = [compare_advantages(case, batches, one) for case, one in zip(ADVANTAGES, found[len(cases) :], strict=True)]
+    rows = [compare(case, batches, part) for case, part in zip(cases, found, strict=False)]
+    made = [compare_advantages(case, batches, part) for case, part in zip(ADVANTAGES, found[len(cases) :], strict=True)]
     equal = [row for row in rows if not row.reason]
     advantages = [row for row in made if not row.reason]
     different = [row for row in [*rows, *made] if row.reason]

@@ -105,13 +105,13 @@ def main() -> None:
         for ranks in (1, 2):
             words = [*launched, ranks, __file__, "--worker", folder, "quick" if arguments.quick else "whole"]
             common.run(words, RUN_SECONDS, TORCHTITAN_DEVICE="cpu")
-        one, two = (json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2))
+        single, two = (json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2))
     seconds, rest = two["seconds"], min(two["forward_backward"])
-    with_rest = {name: [one + rest for one in times] for name, times in seconds.items()}
+    with_rest = {name: [duration + rest for duration in times] for name, times in seconds.items()}
     figures = {
         "muon_vs_adamw": common.median_ratio(seconds["Muon"], seconds["AdamW"]),
         "muon_vs_adamw_step": common.median_ratio(with_rest["Muon"], with_rest["AdamW"]),
-        "muon_two_ranks": min(seconds["Muon"]) / min(one["seconds"]["Muon"]),
+        "muon_two_ranks": min(seconds["Muon"]) / min(single["seconds"]["Muon"]),
         "muon_memory_vs_plan": two["memory"],
         "forward_backward_s": rest,
     }

@@ -58,14 +58,14 @@ def first_fit(sizes: list[int], members: Bins) -> Bins:
     """First fit, longest first; then the bins with the most sequences are cut in two until the ranks divide them."""
     bins: Bins = []
     filled: list[int] = []
-    for one in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place = next((i for i, tokens in enumerate(filled) if tokens + sizes[one] <= BUDGET), len(bins))
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        place = next((i for i, tokens in enumerate(filled) if tokens + sizes[index] <= BUDGET), len(bins))
         if place == len(bins):
             bins.append([])
             filled.append(0)
-        bins[place].append(one)
-        filled[place] += sizes[one]
-    bins = [sorted(i for one in each for i in members[one]) for each in bins]
+        bins[place].append(index)
+        filled[place] += sizes[index]
+    bins = [sorted(i for member in each for i in members[member]) for each in bins]
     while len(bins) % RANKS:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]))
         cut, middle = bins[largest], len(bins[largest]) // 2
@@ -76,7 +76,7 @@ def first_fit(sizes: list[int], members: Bins) -> Bins:
 def loads(sequences: list[np.ndarray], bins: Bins, merged: bool) -> tuple[float, int]:
     """(mean tokens of a rank, tokens of the fullest ranks)."""
     chosen = [[sequences[i] for i in members] for members in bins]
-    tokens = [sum(merge(one).lengths) if merged else sum(map(len, one)) for one in chosen]
+    tokens = [sum(merge(pack).lengths) if merged else sum(map(len, pack)) for pack in chosen]
     return sum(tokens) / RANKS, sum(max(tokens[first : first + RANKS]) for first in range(0, len(tokens), RANKS))
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, int]]] = {}
     for _, groups in itertools.product(range(1 if arguments.quick else BATCHES), (GROUPS, RANKS)):
         sequences = make_batch(rng, groups)
-        sizes, trained = [len(one) for one in sequences], [len(one) - 120 for one in sequences]
+        sizes, trained = [len(sequence) for sequence in sequences], [len(sequence) - 120 for sequence in sequences]
         members, of_clusters = clusters(sequences, trained, BUDGET)
         ways = {
             "fill": (balanced_bins(sizes, BUDGET, RANKS), False),
@@ -126,7 +126,7 @@ def main() -> None:
         for name, (bins, merged) in ways.items():
             found.setdefault(name if groups == GROUPS else f"few_{name}", []).append(loads(sequences, bins, merged))
     means, fullest = ({name: sum(column) for name, column in each.items()} for each in (
-        {name: [one[place] for one in rows] for name, rows in found.items()} for place in (0, 1)
+        {name: [load[place] for load in rows] for name, rows in found.items()} for place in (0, 1)
     ))  # fmt: skip
     figures = {name: means[name] / fullest[name] for name in ("fill", "fill_merged", "first_fit", "first_fit_merged")}
     figures["speedup_merged"] = fullest["first_fit_merged"] / fullest["fill_merged"]

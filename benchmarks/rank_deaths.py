@@ -117,13 +117,13 @@ def measure(
     try:
         for number, ((name, rank), target) in enumerate(zip(deaths, at, strict=True)):
             run.wait(RUN_SECONDS, f"step {target}", lambda target=target: run.step() >= target)
-            reached, begun = run.step(), time.monotonic()
+            reached, struck_at = run.step(), time.monotonic()
             common.progress(f"{name} to rank {rank} after step {reached}")
             run.strike(name, rank)
             run.wait(RESTART_SECONDS, "the restart", lambda number=number: len(run.restarts()) > number)
             restart = run.restarts()[-1]
             run.wait(RESTART_SECONDS, "a step after it", lambda back=restart["version"]: run.step() > back)
-            away.append(time.monotonic() - begun)
+            away.append(time.monotonic() - struck_at)
             seen.append(
                 f"{name} to rank {rank} after step {reached}: {restart['reason']}; on from {restart['version']}, "
                 f"{restart['steps_again']} steps again, {restart['batches_kept']} batches kept, {away[-1]:.0f} s"

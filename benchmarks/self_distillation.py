@@ -104,7 +104,7 @@ def told_share(start: Path) -> float:
     with torch.no_grad():
         for secret in range(builtin.LARGEST + 1):
             for _ in range(4):
-                game, over, tokens, answer = builtin.Guess(), False, [made.INDEX[one] for one in f"{secret:02d}?"], ""
+                game, over, tokens, answer = builtin.Guess(), False, [made.INDEX[char] for char in f"{secret:02d}?"], ""
                 game.reset(secret)
                 while not over:
                     text = ""

@@ -106,7 +106,7 @@ def gradient(trainer: PolicyTrainer, batch: Batch) -> tuple[torch.Tensor, float]
     """The whole gradient of a step in double precision, and the tokens that it computed."""
     found: list[torch.Tensor] = []
     handle = trainer.optimizer.register_step_pre_hook(
-        lambda *_: found.extend(one.grad.double().flatten() for one in trainer.parameters if one.grad is not None)
+        lambda *_: found.extend(param.grad.double().flatten() for param in trainer.parameters if param.grad is not None)
     )
     computed = trainer.train_batch(batch).metrics["computed_tokens"]
     handle.remove()
@@ -140,8 +140,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, QUICK_HIDDEN if arguments.quick else HIDDEN)
-        said = common.run([sys.executable, __file__, "--worker", folder], RUN_SECONDS, **VARIABLES)
-        found = json.loads(said.strip().splitlines()[-1])
+        output = common.run([sys.executable, __file__, "--worker", folder], RUN_SECONDS, **VARIABLES)
+        found = json.loads(output.strip().splitlines()[-1])
         trainers = {"once": make_trainer(folder, True), "whole": make_trainer(folder, False)}
     for case, samples in CASES.items():
         batch = make_batch(samples)
@@ -152,7 +152,7 @@ def main() -> None:
              for way, trainer in trainers.items()},
             1 if arguments.quick else arguments.repeats,
         )  # fmt: skip
-        rows[case] = {way: [round(one, 3) for one in values] for way, values in seconds.items()}
+        rows[case] = {way: [round(value, 3) for value in values] for way, values in seconds.items()}
         figures |= {
             f"speedup_{case}": common.median_ratio(seconds["whole"], seconds["once"]),
             f"peak_ratio_{case}": found[case]["once"] / found[case]["whole"],

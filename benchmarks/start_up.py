@@ -109,14 +109,14 @@ def run_once(tree: Path) -> dict[str, float]:
     """Figures of one run: seconds and processor seconds to the first step, memory of an actor, and its restart."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        latest, before, begun = folder / "latest", tree_seconds(), time.perf_counter()
+        latest, before, started_at = folder / "latest", tree_seconds(), time.perf_counter()
         running = subprocess.Popen(**started(tree, folder, *OPTIONS), stdout=subprocess.DEVNULL)  # type: ignore[call-overload]
         try:
             until(lambda: any("loss" in row for row in read_json_lines(latest / "metrics.jsonl")), running)
-            figures = {"first_step_s": time.perf_counter() - begun, "first_step_cpu_s": tree_seconds() - before}
+            figures = {"first_step_s": time.perf_counter() - started_at, "first_step_cpu_s": tree_seconds() - before}
             memory = [actor.memory_full_info() for actor in actors()]
-            figures["actor_rss_mb"] = statistics.mean(one.rss for one in memory) / 2**20
-            figures["actor_own_mb"] = statistics.mean(one.pss for one in memory) / 2**20
+            figures["actor_rss_mb"] = statistics.mean(usage.rss for usage in memory) / 2**20
+            figures["actor_own_mb"] = statistics.mean(usage.pss for usage in memory) / 2**20
 
             def back() -> int:
                 events = read_json_lines(latest / "events.jsonl")
@@ -124,10 +124,10 @@ def run_once(tree: Path) -> dict[str, float]:
 
             until(lambda: back() == 2, running)
             victim = actors()[0]
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             victim.kill()
             until(lambda: back() == 3, running)
-            figures["actor_restart_s"] = time.perf_counter() - begun
+            figures["actor_restart_s"] = time.perf_counter() - started_at
             return figures
         finally:
             end(running)

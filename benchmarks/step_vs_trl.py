@@ -213,8 +213,8 @@ def main() -> None:
                     f"{who}, seed {seed}: {middle:.3f} s a step, reward {rewards[0]:.3f} → {rewards[-1]:.3f}"
                 )
     ratios = [
-        statistics.median(mine[0][WARM_STEPS:]) / statistics.median(theirs[0][WARM_STEPS:])
-        for mine, theirs in zip(found["ours"], found["trl"], strict=True)
+        statistics.median(mine[0][WARM_STEPS:]) / statistics.median(peer[0][WARM_STEPS:])
+        for mine, peer in zip(found["ours"], found["trl"], strict=True)
     ]
     last = {
         who: statistics.mean(statistics.mean(rewards[-LAST_STEPS:]) for _, rewards in runs)

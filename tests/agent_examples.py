@@ -15,14 +15,14 @@ import openai
 async def play(base_url: str, key: str, row: dict[str, Any]) -> float:
     """Two questions; the reward counts the letters `e` of the answers."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
-    said = ""
+    replies = ""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as api:
         for _ in range(2):
             answer = await api.chat.completions.create(model="policy", messages=messages, max_tokens=12)
             text = answer.choices[0].message.content or ""
-            said += text
+            replies += text
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
-    return said.count("e") / 10
+    return replies.count("e") / 10
 
 
 async def raises(base_url: str, key: str, row: dict[str, Any]) -> float:

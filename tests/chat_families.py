@@ -38,7 +38,7 @@ class Family:
         """Write the tokenizer's files, which transformers reads too."""
         if self.pieces:
             symbols = ["<unk>", "▁", "\n", *map(chr, range(33, 127))]
-            model = models.BPE({one: i for i, one in enumerate(symbols)}, [], unk_token="<unk>")
+            model = models.BPE({symbol: i for i, symbol in enumerate(symbols)}, [], unk_token="<unk>")
             tokenizer = Tokenizer(model)
             if self.pieces == "prefix":
                 tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -49,23 +49,23 @@ class Family:
             )
         else:
             alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-            tokenizer = Tokenizer(models.BPE({one: i for i, one in enumerate(alphabet)}, []))
+            tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             tokenizer.decoder = decoders.ByteLevel()
         special = sorted({*SPECIAL.findall(self.template), *self.ends, *self.stops, *filter(None, [self.bos])})
         # Phi-3's tokens take the white space behind them.
         strips = self.pieces == "prefix"
         tokenizer.add_special_tokens(
-            [AddedToken(one, special=True, normalized=False, rstrip=strips) for one in special]
+            [AddedToken(token, special=True, normalized=False, rstrip=strips) for token in special]
         )
-        tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ADDED])
+        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
         directory.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(directory / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.ends[0]}
         settings |= {"bos_token": self.bos} if self.bos else {}
         (directory / "tokenizer_config.json").write_text(json.dumps(settings))
         (directory / "chat_template.jinja").write_text(self.template)
-        ids = [tokenizer.token_to_id(one) for one in self.ends]
+        ids = [tokenizer.token_to_id(token) for token in self.ends]
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
         return directory
 

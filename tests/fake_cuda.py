@@ -141,9 +141,9 @@ class Insides(TorchDispatchMode):
             with seen:
                 found = inside(*args, **kwargs)
             self.ran.update(f"{op.overloadpacket.__name__}: {name}" for name in seen.names)
-            told = [(tuple(x.shape), x.dtype, x.device) for x in tree_iter(result)]
+            registered = [(tuple(x.shape), x.dtype, x.device) for x in tree_iter(result)]
             made = [(tuple(x.shape), x.dtype, x.device) for x in tree_iter(found)]
-            assert told == made, f"{op}: registered {told}, inside {made}"
+            assert registered == made, f"{op}: registered {registered}, inside {made}"
         return result
 
     def note_copy(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -153,7 +153,7 @@ class Insides(TorchDispatchMode):
         source = args[1] if name == "copy_" else args[0]
         waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if waits and {source.device.type, result.device.type} == {"cpu", "cuda"}:
-            frames = [one for one in traceback.extract_stack() if "/torchtitan/" in one.filename]
+            frames = [frame for frame in traceback.extract_stack() if "/torchtitan/" in frame.filename]
             self.blocking[f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "a test"] += 1
 
 

@@ -50,8 +50,8 @@ class Behind:
         self, name: str, seed: int = 1, shares: str = "", many: bool = False, **sampling: Any
     ) -> SessionAccess:
         """A session, whose sampling is the run's or as it is said."""
-        own = replace(self.sampling, seed=seed, **sampling)
-        return await self.gateway.open(name, own, shares=shares, many=many)
+        params = replace(self.sampling, seed=seed, **sampling)
+        return await self.gateway.open(name, params, shares=shares, many=many)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_json_lines(self.run_dir / "events.jsonl") if event["kind"] == kind]
@@ -116,7 +116,7 @@ async def play_both_ways(behind: Behind) -> AsyncIterator[Branch]:
         played = await behind.gateway.end(access.session)
         (branch,) = played.branches
         assert (played.calls, played.failed, played.truncated) == (2, 0, False)
-        spans = {(span.epoch, span.version) for one in branch.sampled for span in one.spans}
+        spans = {(span.epoch, span.version) for segment in branch.sampled for span in segment.spans}
         assert spans == {(behind.trainer.epoch, 0)}
         yield branch
 

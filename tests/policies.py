@@ -33,5 +33,5 @@ def check_named_as_files(policy: torch.nn.Module, directory: Path) -> None:
     local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0]]).now()
     for shard, tensor in zip(layout.ranks[0], local, strict=True):
         assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
-    memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
+    memory = {weight.untyped_storage().data_ptr() for weight in [*policy.parameters(), *policy.buffers()]}
     assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory

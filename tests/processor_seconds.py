@@ -65,7 +65,7 @@ def _running() -> float:
 def processor_seconds() -> float:
     """Of this process and of all that it has started."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in usage) + _running()
+    return sum(entry.ru_utime + entry.ru_stime for entry in usage) + _running()
 
 
 class Imports:

@@ -42,13 +42,13 @@ class Program:
     def results(self, results: list[tuple[str, str]]) -> None:
         """What the tools returned, by the ids of their calls."""
         if self.api == "messages":
-            blocks = [{"type": "tool_result", "tool_use_id": one, "content": text} for one, text in results]
+            blocks = [{"type": "tool_result", "tool_use_id": call_id, "content": text} for call_id, text in results]
             self.history.append({"role": "user", "content": blocks})
         elif self.api == "chat":
-            self.history += [{"role": "tool", "tool_call_id": one, "content": text} for one, text in results]
+            self.history += [{"role": "tool", "tool_call_id": call_id, "content": text} for call_id, text in results]
         else:
             kind = "function_call_output"
-            self.history += [{"type": kind, "call_id": one, "output": text} for one, text in results]
+            self.history += [{"type": kind, "call_id": call_id, "output": text} for call_id, text in results]
 
     async def ask(self, **options: Any) -> Said:
         path, body = self.body()
@@ -59,15 +59,15 @@ class Program:
     def body(self) -> tuple[str, dict[str, Any]]:
         tools = [{"name": name, "description": text} for name, text, _ in self.tools]
         if self.api == "messages":
-            tools = [{**one, "input_schema": self.tools[i][2]} for i, one in enumerate(tools)]
+            tools = [{**tool, "input_schema": self.tools[i][2]} for i, tool in enumerate(tools)]
             more = {"system": [{"type": "text", "text": self.system}]} if self.system else {}
             return "/v1/messages", {"messages": self.history, "tools": tools, "max_tokens": 4096, **more}
-        functions = [{**one, "parameters": self.tools[i][2]} for i, one in enumerate(tools)]
+        functions = [{**tool, "parameters": self.tools[i][2]} for i, tool in enumerate(tools)]
         if self.api == "chat":
             first = [{"role": "system", "content": self.system}] if self.system else []
-            wrapped = [{"type": "function", "function": one} for one in functions]
+            wrapped = [{"type": "function", "function": function} for function in functions]
             return "/v1/chat/completions", {"messages": [*first, *self.history], "tools": wrapped}
-        flat = [{"type": "function", **one} for one in functions]
+        flat = [{"type": "function", **function} for function in functions]
         body: dict[str, Any] = {"input": self.history, "tools": flat, "instructions": self.system or None}
         if self.api == "responses by id" and self.previous:
             body |= {"previous_response_id": self.previous}
@@ -91,19 +91,19 @@ class Program:
             choice = data["choices"][0]
             message = choice["message"]
             self.history.append(message)
-            calls = [(one["id"], one["function"]) for one in message.get("tool_calls") or ()]
+            calls = [(tool_call["id"], tool_call["function"]) for tool_call in message.get("tool_calls") or ()]
             read = [(call, function["name"], json.loads(function["arguments"])) for call, function in calls]
             return Said(message["content"] or "", read, choice["finish_reason"], data["id"])
         if self.api == "messages":
             self.history.append({"role": "assistant", "content": data["content"]})
-            text = "".join(one["text"] for one in data["content"] if one["type"] == "text")
-            uses = [one for one in data["content"] if one["type"] == "tool_use"]
-            return Said(text, [(one["id"], one["name"], one["input"]) for one in uses], data["stop_reason"], data["id"])
+            text = "".join(block["text"] for block in data["content"] if block["type"] == "text")
+            uses = [block for block in data["content"] if block["type"] == "tool_use"]
+            return Said(text, [(use["id"], use["name"], use["input"]) for use in uses], data["stop_reason"], data["id"])
         self.previous = data["id"]
         self.history = [] if self.api == "responses by id" else [*self.history, *data["output"]]
-        texts = [part["text"] for one in data["output"] if one["type"] == "message" for part in one["content"]]
-        called = [one for one in data["output"] if one["type"] == "function_call"]
-        read = [(one["call_id"], one["name"], json.loads(one["arguments"])) for one in called]
+        texts = [part["text"] for item in data["output"] if item["type"] == "message" for part in item["content"]]
+        called = [item for item in data["output"] if item["type"] == "function_call"]
+        read = [(item["call_id"], item["name"], json.loads(item["arguments"])) for item in called]
         return Said("".join(texts), read, data["status"], data["id"])
 
 
@@ -145,6 +145,6 @@ def joined_items(events: list[dict[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = events[-1]["response"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
-    texts = [one["arguments"] if one["type"] == "function_call" else one["content"][0]["text"] for one in done]
+    texts = [item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"] for item in done]
     assert data["output"] == done and deltas == texts
     return data

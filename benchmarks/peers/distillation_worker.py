@@ -38,7 +38,7 @@ class Case:
         self.teacher = TeacherStates(
             [(states + draw(tokens, hidden)).to(dtype)], [(weight + 0.1 * draw(vocab, hidden) / hidden**0.5).to(dtype)]
         )
-        self.hidden, self.weight = (one.to(dtype).requires_grad_() for one in (states, weight))
+        self.hidden, self.weight = (tensor.to(dtype).requires_grad_() for tensor in (states, weight))
         self.targets = torch.randint(0, vocab, (tokens,), generator=generator)
 
     def found(self, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,9 +100,9 @@ def seconds(options: dict[str, Any]) -> dict[str, Any]:
     for turn in range(options["repeats"]):
         for name in list(taken)[:: 1 if turn % 2 == 0 else -1]:
             case.hidden.grad = case.weight.grad = None
-            begun, used = time.perf_counter(), time.process_time()
+            started_at, used = time.perf_counter(), time.process_time()
             VARIANTS[name](case, options["kind"]).backward()
-            taken[name].append(time.perf_counter() - begun)
+            taken[name].append(time.perf_counter() - started_at)
             processor[name].append(time.process_time() - used)
     return {"seconds": taken, "processor": processor}
 
@@ -116,11 +116,11 @@ def accuracy(options: dict[str, Any]) -> dict[str, Any]:
     for kind in BETAS:
         case, exact = (Case(*shape, dtype, 1.0) for dtype in (torch.float32, torch.float64))
         expected = exact.found(full(exact, kind))
-        mine, theirs = (case.found(run(case, kind)) for run in (ours, trl))
-        pairs = {"fp32_error_ours": (mine, expected), "fp32_error_trl": (theirs, expected)}
-        pairs["difference_to_trl"] = (mine, tuple(one.double() for one in theirs))
+        mine, peer = (case.found(run(case, kind)) for run in (ours, trl))
+        pairs = {"fp32_error_ours": (mine, expected), "fp32_error_trl": (peer, expected)}
+        pairs["difference_to_trl"] = (mine, tuple(tensor.double() for tensor in peer))
         for name, (found, reference) in pairs.items():
-            errors = [error(one, other) for one, other in zip(found, reference, strict=True)]
+            errors = [error(value, other) for value, other in zip(found, reference, strict=True)]
             worst[name] = max(worst[name], *errors)
     return worst
 

@@ -59,10 +59,10 @@ def seconds(options: dict[str, Any]) -> dict[str, Any]:
     for turn in range(-1, options["repeats"]):
         for name in options["variants"][:: 1 if turn % 2 == 0 else -1]:
             case.hidden.grad = case.weight.grad = None
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             VARIANTS[name](case)
             if turn >= 0:
-                taken[name].append(time.perf_counter() - begun)
+                taken[name].append(time.perf_counter() - started_at)
     return {"seconds": taken}
 
 
@@ -110,7 +110,7 @@ def errors(name: str, case: Case, expected: tuple[torch.Tensor, ...]) -> tuple[f
 
 def distances(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> tuple[float, float]:
     """Error of the loss, and the larger of the two gradients'."""
-    loss, *gradients = (error(one, exact) for one, exact in zip(found, expected, strict=True))
+    loss, *gradients = (error(tensor, exact) for tensor, exact in zip(found, expected, strict=True))
     return loss, max(gradients)
 
 
@@ -157,26 +157,26 @@ def tensor_parallel(options: dict[str, Any]) -> dict[str, Any]:
     case = case_of(options)
     parts = case.weight.detach().chunk(ranks)
     start = sum(len(part) for part in parts[:rank])
-    own = parts[rank].clone().requires_grad_()
+    shard = parts[rank].clone().requires_grad_()
     part = VocabularyPart(start, len(case.weight), len(parts[0]), dist.group.WORLD)
-    warm = torch.randn(8, own.shape[1])
+    warm = torch.randn(8, shard.shape[1])
     some = VocabularyPart(64 * rank, 64 * ranks, 64, dist.group.WORLD)
-    fused_log_probs(warm, own[:64].detach(), torch.zeros(8, dtype=torch.int64), vocabulary=some)
+    fused_log_probs(warm, shard[:64].detach(), torch.zeros(8, dtype=torch.int64), vocabulary=some)
     whole = case.weight.detach().clone()
     case.weight = torch.nn.Parameter(torch.empty(0))
     base = reset_peak()
-    log_probs, _ = fused_log_probs(case.hidden, own, case.targets, vocabulary=part, entropy=False)
+    log_probs, _ = fused_log_probs(case.hidden, shard, case.targets, vocabulary=part, entropy=False)
     loss = token_loss(log_probs, case.old_log_probs, case.token_advantages).sum() / len(case.targets)
     loss.backward()
     peak = resident("VmHWM") - base
-    assert case.hidden.grad is not None and own.grad is not None
+    assert case.hidden.grad is not None and shard.grad is not None
     dist.all_reduce(case.hidden.grad)
     case.weight = whole
     expected = reference(case)
     worst = max(
         error(loss.detach(), expected[0]),
         error(case.hidden.grad, expected[1]),
-        error(own.grad, expected[2][start : start + len(own)]),
+        error(shard.grad, expected[2][start : start + len(shard)]),
     )
     result = {"peak_mib": peak, "error": worst}
     Path(options["output"]).write_text(json.dumps(result))

@@ -41,7 +41,7 @@ class Case:
         self,
         name: str,
         ours: dict[str, Any],
-        theirs: dict[str, Any] | None = None,
+        peer_options: dict[str, Any] | None = None,
         *,
         liger: bool = True,
         scale: float = 1.0,
@@ -50,7 +50,7 @@ class Case:
         """theirs: options of GRPOConfig; without a loss_type they have ours. liger: False where Liger cannot do it.
         scale: ours times this is theirs. reason: why definitions differ, where they do."""
         self.name, self.ours, self.scale, self.reason = name, ours, scale, reason
-        self.trl = {"loss_type": ours["loss_type"], "use_bias_correction_kl": True, **CLIP, **(theirs or {})}
+        self.trl = {"loss_type": ours["loss_type"], "use_bias_correction_kl": True, **CLIP, **(peer_options or {})}
         self.liger = {LIGER_NAMES[key]: value for key, value in self.trl.items() if key in LIGER_NAMES}
         self.has_liger = liger
         self.decoupled = bool(ours.get("recompute_old_log_probs"))
@@ -62,11 +62,11 @@ class Case:
 
 def corrected(name: str, mode: str, low: float | None, high: float, **ours: Any) -> Case:
     """Decoupled mode with an off-policy correction. The ratio that Liger is given is the one that TRL computes."""
-    theirs = {"mode": mode, "clip_min": low, "clip_max": high}
+    options = {"mode": mode, "clip_min": low, "clip_max": high}
     return Case(
         f"dapo, {name}",
         {"loss_type": "dapo", **DECOUPLED, **ours},
-        {f"vllm_importance_sampling_{key}": value for key, value in theirs.items()},
+        {f"vllm_importance_sampling_{key}": value for key, value in options.items()},
     )
 
 
@@ -84,11 +84,11 @@ EQUAL = [
     ),
     *(
         Case(
-            f'gspo, loss_normalization = "{normalization}" (theirs: {theirs})',
+            f'gspo, loss_normalization = "{normalization}" (theirs: {loss_type})',
             {"loss_type": "gspo", "loss_normalization": normalization},
-            {"loss_type": theirs, **SEQUENCE},
+            {"loss_type": loss_type, **SEQUENCE},
         )
-        for normalization, theirs in (("token", "dapo"), ("constant", "dr_grpo"))
+        for normalization, loss_type in (("token", "dapo"), ("constant", "dr_grpo"))
     ),
     Case(
         'their luspo: gspo, loss_normalization = "constant", × longest completion',
@@ -207,7 +207,7 @@ class AdvantageCase:
         if self.each:
             values = normalized_each(groups, {"a": 1.0, "b": 0.5}, **self.ours)
         else:
-            sums = [[one["a"] + 0.5 * (one["b"] or 0.0) for one in group] for group in groups]
+            sums = [[sample["a"] + 0.5 * (sample["b"] or 0.0) for sample in group] for group in groups]
             values = group_advantages(sums, **self.ours)
         return torch.tensor(values, dtype=torch.float64).flatten()
 

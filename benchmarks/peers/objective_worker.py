@@ -51,7 +51,7 @@ class Trl:
         self.rloo: bool = case["rloo"]
         config, trainer = (RLOOConfig, RLOOTrainer) if self.rloo else (GRPOConfig, GRPOTrainer)
         # Without vLLM, GRPO asks for the proximal policy's log-probs where samples are used more than once.
-        own = {} if self.rloo else {"num_iterations": 2, "scale_rewards": "none"}
+        defaults = {} if self.rloo else {"num_iterations": 2, "scale_rewards": "none"}
         arguments = config(
             output_dir=str(folder / "out"),
             use_cpu=True,
@@ -61,7 +61,7 @@ class Trl:
             max_completion_length=batch["longest"],
             report_to=[],
             gradient_checkpointing=False,
-            **{**own, **case["trl"]},
+            **{**defaults, **case["trl"]},
         )
         self.trainer = trainer(
             model=str(folder / "model"),
@@ -115,7 +115,7 @@ class Trl:
         inputs["advantages"] = batch["advantages"]
         loss = self.trainer._compute_loss(self.trainer.model, inputs)
         gradients = torch.autograd.grad(loss, [self.log_probs, self.entropy], allow_unused=True)
-        by_log_prob, by_entropy = (torch.zeros_like(self.log_probs) if one is None else one for one in gradients)
+        by_log_prob, by_entropy = (torch.zeros_like(self.log_probs) if grad is None else grad for grad in gradients)
         return {
             **found,
             "loss": loss.item(),

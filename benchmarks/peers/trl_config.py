@@ -8,7 +8,7 @@ import torch
 from trl import GRPOConfig
 
 
-def grpo_config(options: dict[str, Any], **own: Any) -> GRPOConfig:
+def grpo_config(options: dict[str, Any], **overrides: Any) -> GRPOConfig:
     """`options`: seed, generations, new_tokens and learning_rate; `own`: further ones of GRPOConfig."""
     torch.set_num_threads(1)
     return GRPOConfig(
@@ -29,5 +29,5 @@ def grpo_config(options: dict[str, Any], **own: Any) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **own,
+        **overrides,
     )

@@ -48,10 +48,10 @@ def main() -> None:
             ignore_eos=True,
             detokenize=False,
         )
-        begun = time.process_time()
-        answers = engine.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
-        seconds = time.process_time() - begun
-        assert all(len(one.token_ids) == tokens for answer in answers for one in answer.outputs)
+        started_at = time.process_time()
+        answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        seconds = time.process_time() - started_at
+        assert all(len(completion.token_ids) == tokens for answer in answers for completion in answer.outputs)
         print(f"seconds {seconds}", flush=True)
 
 

@@ -168,9 +168,9 @@ def train(url: str, model: str, port: int) -> None:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.neg_()
-        begun = time.time()
+        started_at = time.time()
         client.update(trainer)
-        print("SENT " + json.dumps([begun, time.time()]), flush=True)
+        print("SENT " + json.dumps([started_at, time.time()]), flush=True)
 
 
 if __name__ == "__main__":

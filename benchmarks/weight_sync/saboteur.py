@@ -48,9 +48,9 @@ def spoil(kind: str, tensors: MutableMapping[str, Any], older: dict[str, torch.T
     """Change what `tensors` hold. older: what some of them held before."""
     if kind in ("flip", "flip_low"):
         changed = tensors[VICTIM].clone()
-        one = changed.view(-1)[1234:1235]
-        bits = one.bfloat16().view(torch.int16) ^ (1 << (HIGH_BIT if kind == "flip" else LOW_BIT))
-        one.copy_(bits.view(torch.bfloat16))
+        element = changed.view(-1)[1234:1235]
+        bits = element.bfloat16().view(torch.int16) ^ (1 << (HIGH_BIT if kind == "flip" else LOW_BIT))
+        element.copy_(bits.view(torch.bfloat16))
         tensors[VICTIM] = changed
     elif kind == "missing":
         del tensors[VICTIM]

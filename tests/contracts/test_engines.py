@@ -199,12 +199,12 @@ def test_a_server_is_told_its_port_file_its_parent_and_where_its_token_is(name: 
     assert isinstance(engine, ServedEngine)
     command, environment = engine.foreign.command(options_of(tmp_path, arguments=("--an-option", "1")))
     assert command[:3] == [sys.executable, "-m", f"torchtitan.inference.engines.{name}.serve"]
-    own, theirs = command[3 : command.index("--")], command[command.index("--") + 1 :]
-    pairs = dict(zip(own[::2], own[1::2], strict=True))
+    options, arguments = command[3 : command.index("--")], command[command.index("--") + 1 :]
+    pairs = dict(zip(options[::2], options[1::2], strict=True))
     assert pairs["--port-file"] == str(tmp_path / "port") and pairs["--token-env"] == "T"
     assert pairs["--parent-pid"] == "1"
     # A person's own options come last, and so count.
-    assert theirs[-2:] == ["--an-option", "1"]
+    assert arguments[-2:] == ["--an-option", "1"]
     assert Path(sys.executable).parent.as_posix() in environment["PATH"]
 
 

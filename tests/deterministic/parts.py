@@ -61,8 +61,8 @@ def content(epoch: str, version: int, rank: int, buckets: int) -> bytes:
     """Return a rank's bytes of a version. Most versions differ from the one before only in a bucket's outer
     elements."""
     usual = hashlib.blake2b(f"{epoch} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
-    own = hashlib.blake2b(f"{epoch} {version} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
-    bucket = own if version % 4 == 3 else own[:4] + usual[4:-4] + own[-4:]
+    digest = hashlib.blake2b(f"{epoch} {version} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
+    bucket = digest if version % 4 == 3 else digest[:4] + usual[4:-4] + digest[-4:]
     return bucket * buckets
 
 

@@ -126,7 +126,7 @@ def shared_memory() -> set[str]:
 
 def as_json(answers: list[ReplicaAnswer]) -> dict[str, Any]:
     return {
-        answer.request_id: {"refused": answer.refused, "completions": [one.to_json() for one in answer.completions]}
+        answer.request_id: {"refused": answer.refused, "completions": [reply.to_json() for reply in answer.completions]}
         for answer in answers
     }
 

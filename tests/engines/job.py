@@ -213,17 +213,17 @@ def start_actor(
         "--max-length", "256" if engine == "vllm" else "400", "--max-sequences", "16",
         "--startup-timeout", str(START_SECONDS),
     ]  # fmt: skip
-    ours, theirs = options, ()
+    ours, arguments = options, ()
     if "--" in options:
-        ours, theirs = options[: options.index("--")], options[options.index("--") + 1 :]
+        ours, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
     if beside is not None:
         command += ["--url", beside.engine.url, "--engine-token-env", TOKEN_VARIABLE]
     elif engine == "vllm":
         command += ["--memory-gb", "0.25"]
-        theirs = theirs if "--tensor-parallel-size" in ours else (*ONE_PROCESS, *theirs)
+        arguments = arguments if "--tensor-parallel-size" in ours else (*ONE_PROCESS, *arguments)
         plugins = processes.folder / f"{name}.plugins"
         environment["PYTHONPATH"] = install(plugins, vllm_forking.GROUP, vllm_forking.FUNCTION)
-    command += [*ours, "--engine-arguments", json.dumps(list(theirs))]
+    command += [*ours, "--engine-arguments", json.dumps(list(arguments))]
     try:
         port = processes.start_server(name, command, START_SECONDS, **{TOKEN_VARIABLE: TOKEN}, **environment)
     except AssertionError as error:
@@ -231,10 +231,10 @@ def start_actor(
     return Actor(processes, engine, name, port)
 
 
-def differences(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def differences(ours: Sequence[float], references: Sequence[float]) -> float:
     """The largest one."""
-    assert len(ours) == len(theirs) > 0
-    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    assert len(ours) == len(references) > 0
+    return max(abs(value - other) for value, other in zip(ours, references, strict=True))
 
 
 def check_serves_newest(actor: Actor, trainer: Trainer) -> None:

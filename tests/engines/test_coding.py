@@ -24,9 +24,9 @@ def test_its_tokens_are_recorded_and_nothing_is_lost_where_faults_strike(mini_sw
     command = [sys.executable, str(ROOT / "benchmarks" / "coding_agent.py"), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert set(told["figures"].values()) == {0.0}, told
-    conditions = told["conditions"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["figures"].values()) == {0.0}, report
+    conditions = report["conditions"]
     assert (conditions["agents killed"], conditions["actors killed"]) == (1, 1)
     assert conditions["episodes played again"] >= 1 and conditions["turns"] >= 8
 
@@ -41,11 +41,11 @@ def test_bugs_are_found_by_hidden_tests_alone(mini_swe_agent_python: Path) -> No
         return asyncio.run(tasks.solved(package, files, mini_swe_agent_python))
 
     for package in tasks.PACKAGES:
-        own = [row for row in rows if row["package"] == package]
-        files = {tasks.repository(row)[f"{package}/__init__.py"] for row in own}
-        assert len(own) == len(files) == 20
+        bugs = [row for row in rows if row["package"] == package]
+        files = {tasks.repository(row)[f"{package}/__init__.py"] for row in bugs}
+        assert len(bugs) == len(files) == 20
         path = f"{package}/__init__.py"
-        broken = tasks.repository(own[0])
+        broken = tasks.repository(bugs[0])
         assert not solved(package, {**broken, "conftest.py": "import os; os._exit(0)"})
         assert not solved(package, {path: "import os; os._exit(0)"})
         assert solved(package, {**broken, path: tasks.code_of(package).read_text()})

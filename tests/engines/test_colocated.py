@@ -72,7 +72,7 @@ def differences(model: Path, dtype: str, prompt: list[int], completion: dict[str
     tokens = completion["token_ids"]
     expected = log_probs(model, [*prompt, *tokens], dtype)[len(prompt) - 1 :]
     assert len(completion["log_probs"]) == len(tokens) == len(expected)
-    return [abs(ours - theirs) for ours, theirs in zip(completion["log_probs"], expected, strict=True)][start:]
+    return [abs(ours - reference) for ours, reference in zip(completion["log_probs"], expected, strict=True)][start:]
 
 
 def assert_close(found: list[float], dtype: str) -> None:
@@ -82,8 +82,8 @@ def assert_close(found: list[float], dtype: str) -> None:
     assert sum(found) / len(found) < mean
 
 
-def completions(told: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    answer = told["answers"][name]
+def completions(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    answer = report["answers"][name]
     assert answer["refused"] == ""
     return answer["completions"]
 
@@ -176,11 +176,11 @@ def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
 
 
 def test_adapters_are_merged_in_the_trainer(launched: Launched, engine_model: Callable[..., Path]) -> None:
-    folder, told = launched(1)
+    folder, reports = launched(1)
     model = engine_model(False, "float32", 0)
-    for version, answer in enumerate(told[ADAPTED][0]):
+    for version, answer in enumerate(reports[ADAPTED][0]):
         (completion,) = answer["completions"]
         assert [span["version"] for span in completion["spans"]] == [version]
-        merged = folder / str(list(told).index(ADAPTED)) / f"merged-{version}"
+        merged = folder / str(list(reports).index(ADAPTED)) / f"merged-{version}"
         assert_close(differences(merged, "float32", PROMPTS[0], completion), "float32")
         assert max(differences(model, "float32", PROMPTS[0], completion)) > 0.3

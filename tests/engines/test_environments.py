@@ -29,6 +29,6 @@ def test_sglang_is_the_one_that_was_tried(sglang_python: Path) -> None:
 def test_models_are_worth_comparing(engine_model: Callable[..., Path], tied: bool) -> None:
     """Stale or torn weights must show: two seeds differ by whole nats, and greedy tokens are no constant."""
     ids = [2, 3, 12, 4, 5, 16, 7, 9, 30, 41]
-    one, other = (log_probs(engine_model(tied=tied, seed=seed), ids) for seed in (0, 1))
-    assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one) > 1.0
+    first, other = (log_probs(engine_model(tied=tied, seed=seed), ids) for seed in (0, 1))
+    assert sum(abs(a - b) for a, b in zip(first, other, strict=True)) / len(first) > 1.0
     assert len(set(greedy(engine_model(tied=tied), ids[:4], 12))) > 3

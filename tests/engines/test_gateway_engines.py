@@ -37,6 +37,6 @@ async def play(config: JobConfig, run_dir: Path) -> None:
     async with playing(config, run_dir, END) as behind:
         async for branch in play_both_ways(behind):
             expected = behind.trainer.log_probs(branch.token_ids)
-            sampled = [value for one in branch.sampled for value in one.log_probs]
+            sampled = [value for segment in branch.sampled for value in segment.log_probs]
             # Tolerance of the engines' own tests, for a model whose log-probs are as large.
             assert differences(sampled, [expected[place - 1] for place in branch.sampled_at]) < 10 * FP32_TOLERANCE

@@ -105,15 +105,19 @@ def test_samples_have_the_log_probs_that_they_were_drawn_with(agent: Actor, mode
 
         samples = agent.generate(PROMPT, 8, n=8, temperature=0.7)
         assert len({tuple(one.token_ids) for one in samples}) > 4
-        for one in samples:
-            assert one.finish_reason == ("stop" if one.token_ids[-1] == END else "length")
-            every = (logits_of(one) / 0.7).log_softmax(-1)
-            expected = every[range(len(one.token_ids)), one.token_ids].tolist()
-            assert differences(one.log_probs, expected) < FP32_TOLERANCE
-        for one in agent.generate(PROMPT, 8, n=4, temperature=0.9, top_p=0.8):
-            assert one.kept_token_ids is not None
+        for completion in samples:
+            assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
+            every = (logits_of(completion) / 0.7).log_softmax(-1)
+            expected = every[range(len(completion.token_ids)), completion.token_ids].tolist()
+            assert differences(completion.log_probs, expected) < FP32_TOLERANCE
+        for completion in agent.generate(PROMPT, 8, n=4, temperature=0.9, top_p=0.8):
+            assert completion.kept_token_ids is not None
             for token, log_prob, kept, row in zip(
-                one.token_ids, one.log_probs, one.kept_token_ids, logits_of(one) / 0.9, strict=True
+                completion.token_ids,
+                completion.log_probs,
+                completion.kept_token_ids,
+                logits_of(completion) / 0.9,
+                strict=True,
             ):
                 assert token in kept and len(kept) < len(row)
                 among = row[kept].log_softmax(-1)[kept.index(token)]
@@ -195,9 +199,9 @@ async def publish_meanwhile(trainer: Trainer, client: ActorClient) -> list[Compl
         return await client.generate(GenerateRequest("long", PROMPT, sampling), 120.0)
 
     # How long it takes here; the pause is to come after the first tokens and before the last.
-    begun = time.monotonic()
+    started_at = time.monotonic()
     await generate()
-    alone = time.monotonic() - begun
+    alone = time.monotonic() - started_at
     for part in (3, 6, 12):
         task = asyncio.ensure_future(generate())
         await asyncio.sleep(alone / part)
@@ -230,8 +234,8 @@ def test_memory_is_given_back_once_idle_and_taken_again_around_a_version(
 
 async def sleep_meanwhile(trainer: Trainer, client: Any) -> tuple[list[Completion], list[Completion]]:
     """A long completion that sleep has to wait for, and one that is asked for asleep."""
-    begun = GenerateRequest("long", PROMPT, SamplingParameters(max_tokens=300, temperature=1.0))
-    long = asyncio.ensure_future(client.generate(begun, 120.0))
+    request = GenerateRequest("long", PROMPT, SamplingParameters(max_tokens=300, temperature=1.0))
+    long = asyncio.ensure_future(client.generate(request, 120.0))
     await asyncio.sleep(0.5)
     state = await client.client.call_object("sleep", "POST", "/sleep", 60.0, {"level": 1, "finish_s": 0.0})
     assert state["serves"] or long.done()
@@ -319,8 +323,8 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
                 state = json.load(response)["weights"]["state"]
             stuck += state == "applying"
             if stuck == 5:
-                for one in [*parts, server]:
-                    one.kill()
+                for process in [*parts, server]:
+                    process.kill()
                 return
             time.sleep(0.1)
         for part in parts:

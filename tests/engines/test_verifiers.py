@@ -77,13 +77,13 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
         behind.sampling.n = EPISODES
 
         async def group(runtime: str, options: dict[str, Any]) -> list[Trajectory]:
-            own = copy.deepcopy(config)
-            own.environment.verifiers.runtime = {"type": runtime, **options}
-            own.environment.sandbox.isolate = "auto" if runtime == "subprocess" else False
-            agents = AgentPool(own, EventLog(run_dir / "events.jsonl"), run_dir / f"{runtime}.log")
+            settings = copy.deepcopy(config)
+            settings.environment.verifiers.runtime = {"type": runtime, **options}
+            settings.environment.sandbox.isolate = "auto" if runtime == "subprocess" else False
+            agents = AgentPool(settings, EventLog(run_dir / "events.jsonl"), run_dir / f"{runtime}.log")
             await agents.start()
             try:
-                player = AgentPlayer(own, behind.gateway, agents, Tokenizer(model))
+                player = AgentPlayer(settings, behind.gateway, agents, Tokenizer(model))
                 return await player.play(Prompt(1, "", [1], {}), GenerateRequest(runtime, [], behind.sampling), 0)
             finally:
                 await agents.close()
@@ -95,14 +95,14 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
     tokenizer = Tokenizer(model)
     for played in groups:
         assert len({tuple(one.branches[0].token_ids) for one in played}) == len(played) == EPISODES
-    for one in (one for played in groups for one in played):
-        (branch,) = one.branches
+    for trajectory in (episode for played in groups for episode in played):
+        (branch,) = trajectory.branches
         asked = tokenizer.decode(branch.segments[0].token_ids, skip_special=False)
         # The second of its tasks, and its tool, as verifiers' renderer writes them.
         assert '"name": "weather"' in asked
         assert asked.endswith("<|im_start|>user\nWeather in Oslo?<|im_end|>\n<|im_start|>assistant\n")
         # This policy has learned nothing.
-        assert one.reward == 0.0
+        assert trajectory.reward == 0.0
         assert {(span.epoch, span.version) for turn in branch.sampled for span in turn.spans} == {
             (behind.trainer.epoch, 0)
         }
@@ -124,14 +124,14 @@ def test_messages_that_follow_are_what_renderers_writes(verifiers_python: Path, 
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path / "model"))
     renderer = ChatRenderer(tokenizer)
     held = renderer.render_prompt([{"role": "user", "content": QUESTION}], TOOLS)
-    said = [*tokenizer.encode(SAID[0]), END]
+    reply = [*tokenizer.encode(SAID[0]), END]
     texts = ["sunny", "a\n\n b ", "é🙂", "", '{"x": 1}']
     tools_say = [[{"role": "tool", "content": text, "tool_call_id": "1"}] for text in texts]
     conversations = [*tools_say, [tools_say[0][0], tools_say[1][0]]]
     found = subprocess.run(
         [verifiers_python, "-c", RENDERERS_FOLLOWING, tmp_path / "model"],
-        input=json.dumps([held, said, conversations, TOOLS]), capture_output=True, text=True, timeout=PATIENCE_S,
+        input=json.dumps([held, reply, conversations, TOOLS]), capture_output=True, text=True, timeout=PATIENCE_S,
         check=True,
     )  # fmt: skip
     expected = [json.loads(line) for line in found.stdout.splitlines()]
-    assert [renderer.following(held + said, messages, TOOLS) for messages in conversations] == expected
+    assert [renderer.following(held + reply, messages, TOOLS) for messages in conversations] == expected

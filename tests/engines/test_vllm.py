@@ -143,18 +143,18 @@ def test_the_engine_says_what_it_is_and_not_what_the_environment_says(server: Se
     config.model.hf_assets_path, config.inference.backend = str(server.model), "vllm"
     config.training.seq_len, config.inference.max_sequences = 256, 16
     path, seconds = "/offers?weights=0", CALL_SECONDS
-    told = server.actor.agent.call("GET", path, seconds)
-    assert not differing(demands(config), told["offers"]) and not told["unverified"]
-    assert told["offers"]["version"].startswith("0.3")
+    answer = server.actor.agent.call("GET", path, seconds)
+    assert not differing(demands(config), answer["offers"]) and not answer["unverified"]
+    assert answer["offers"]["version"].startswith("0.3")
     config.training.seq_len, config.inference.dtype = 300, "bfloat16"
-    said = differing(demands(config), told["offers"])
-    assert [sentence.split(",")[0] for sentence in said] == ["its dtype is float32", "its max-length is 256"]
+    mismatches = differing(demands(config), answer["offers"])
+    assert [sentence.split(",")[0] for sentence in mismatches] == ["its dtype is float32", "its max-length is 256"]
     # An agent beside the same server knows it from the server alone, whatever its own command line says.
     beside = start_actor(
         server._processes, "vllm", server._python, server.model, *BY_FILES,
         "--dtype", "bfloat16", "--max-length", "300", name="beside", beside=server.actor,
     )  # fmt: skip
-    assert differing(demands(config), beside.agent.call("GET", path, seconds)["offers"]) == said
+    assert differing(demands(config), beside.agent.call("GET", path, seconds)["offers"]) == mismatches
 
 
 def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer: Trainer) -> None:
@@ -228,8 +228,8 @@ def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(ser
         trainer.bring()
         (completion,) = late.result(CALL_SECONDS)
         assert [span.version for span in completion.spans] == [trainer.version]
-        for one in first or long.result(CALL_SECONDS):
-            assert len(one.spans) == 1 and len(one.token_ids) == 240
+        for sample in first or long.result(CALL_SECONDS):
+            assert len(sample.spans) == 1 and len(sample.token_ids) == 240
     assert actor.health()["serves"] and actor.health()["asleep"] == []
     check_serves_newest(actor, trainer)
 
@@ -341,7 +341,7 @@ def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     """The engine's worker dies; a new server takes its place under the same name, without our backend."""
     hold_a_load(server, trainer)
     agent = psutil.Process(server.actor.health()["pid"])
-    places = [one.laddr for child in agent.children(recursive=True) for one in child.net_connections("unix")]
+    places = [endpoint.laddr for child in agent.children(recursive=True) for endpoint in child.net_connections("unix")]
     sockets = {Path(place) for place in places if place.startswith("/")}
     assert sockets and all(path.is_socket() and path.parent.name.startswith(FOLDER_PREFIX) for path in sockets)
     server.actor.workers()[0].send_signal(signal.SIGKILL)

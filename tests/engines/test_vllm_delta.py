@@ -49,7 +49,7 @@ def test_loaded_layers_are_those_that_were_sent(vllm_python: Path, tmp_path: Pat
     first, second = cases(vllm_python, [(old, new, ["loaded", "in_place", "found"]), (new, old, ["loaded"])])
     assert first["loaded"] == first["in_place"] == second["first"]
     assert second["loaded"] == first["first"] != second["first"]
-    for found, own in ((first["first"], expected[0]), (second["first"], expected[1])):
-        assert (torch.tensor(found) - own).abs().mean() < BF16_SPREAD
+    for found, reference in ((first["first"], expected[0]), (second["first"], expected[1])):
+        assert (torch.tensor(found) - reference).abs().mean() < BF16_SPREAD
     # The check of live weights sees a doubled element, and nothing else.
     assert first["found"].pop("") == [] and all(len(names) == 1 for names in first["found"].values())

@@ -41,10 +41,10 @@ def test_what_drains_keeps_its_version_and_says_that_it_takes_nothing(
             long.start()
             time.sleep(0.5 * (1 + attempt))
             trainer.publish()
-            deadline, said, sent_away = time.monotonic() + APPLIED_SECONDS, "", 0
+            deadline, reason, sent_away = time.monotonic() + APPLIED_SECONDS, "", 0
             while actor.health()["version"] == old and time.monotonic() < deadline:
-                said = actor.health()["reason"] or said
-                if said and not late:
+                reason = actor.health()["reason"] or reason
+                if reason and not late:
                     try:
                         ask(late, 40)
                     except ActorNotReady as error:
@@ -56,10 +56,10 @@ def test_what_drains_keeps_its_version_and_says_that_it_takes_nothing(
             versions = [{span.version for span in completion.spans} for completion in running]
             # Nothing is ever of two versions, whenever it came.
             assert len(versions) == 8 and all(held in ({old}, {old + 1}) for held in versions)
-            if said and versions == [{old}] * 8:
+            if reason and versions == [{old}] * 8:
                 break  # otherwise some were over, or had not begun, when the version came
         print(f"vLLM {actor.health()['engine']['capabilities']['version']} sent {sent_away} requests away")
-        assert said == "running requests finish before new weights come" and actor.health()["serves"]
+        assert reason == "running requests finish before new weights come" and actor.health()["serves"]
         assert versions == [{old}] * 8
         ask(late, 40)
     # What ran has one version, what came meanwhile the next; nothing was refused or lost.

@@ -130,7 +130,7 @@ def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 def main(models: list[tuple[str, str, list[str]]]) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
-    print("RESULTS " + json.dumps([run_cases(*one) for one in models]))
+    print("RESULTS " + json.dumps([run_cases(*arguments) for arguments in models]))
 
 
 def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ async def _recorded(self: EngineServer, request: GenerateRequest) -> list[Comple
 
 
 def _note(request: GenerateRequest, completions: list[Completion]) -> None:
-    lines = [json.dumps([request.request_id, request.prompt_ids, one.to_json()]) + "\n" for one in completions]
+    lines = [json.dumps([request.request_id, request.prompt_ids, sample.to_json()]) + "\n" for sample in completions]
     # In one write, so that actors which note in the same file do not mix their lines.
     with Path(os.environ[RECORD]).open("ab", buffering=0) as file:
         file.write("".join(lines).encode())

@@ -42,8 +42,8 @@ class Script:
         """The tokens of the turn behind a prompt."""
         prompt = self._tokenizer.decode(list(prompt_ids), skip_special=False)
         (turns,) = (turns for text, turns in self._parts if text in prompt)
-        said = prompt.count("<|im_start|>assistant\n") - 1
-        return [*self._tokenizer.encode(turns[min(said, len(turns) - 1)]), END]
+        answered = prompt.count("<|im_start|>assistant\n") - 1
+        return [*self._tokenizer.encode(turns[min(answered, len(turns) - 1)]), END]
 
 
 def scripted(script: Script) -> Callable[[Engine, int], Sample]:
@@ -51,7 +51,7 @@ def scripted(script: Script) -> Callable[[Engine, int], Sample]:
 
     def make_sampler(engine: Engine, first: int) -> Sample:
         sampler = _make_sampler(engine, first)
-        turns = [script.turn(tuple(one.owner.request.prompt_ids)) for one in engine._rows.sequences[first:]]
+        turns = [script.turn(tuple(sequence.owner.request.prompt_ids)) for sequence in engine._rows.sequences[first:]]
 
         def sample(logits: torch.Tensor, places: np.ndarray) -> SampledTokens:
             sampler(logits, places)

@@ -79,7 +79,7 @@ class Run:
         return [event for event in log if event["kind"] == kind and event["actor"] == actor]
 
     def process_of(self, actor: str) -> psutil.Process:
-        return next(one for one in started_by(psutil.Process(), f"/{actor}.") if ".port" in " ".join(one.cmdline()))
+        return next(proc for proc in started_by(psutil.Process(), f"/{actor}.") if ".port" in " ".join(proc.cmdline()))
 
 
 def make_config(directory: Path) -> tuple[JobConfig, Decoder]:
@@ -187,6 +187,6 @@ def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     sums = sums_by_actor(read_journal(made.run_dir))["actor-0"]
     assert 0 <= len(drained) - sums["applied"] <= 1  # the last acknowledgement may have come too late
     assert sums["apply_s"] > sums["drain_s"] + sums["pause_s"] > 0
-    assert sums["bytes_full"] == sums["applied"] * sum(4 * one.numel() for one in policy.parameters())
+    assert sums["bytes_full"] == sums["applied"] * sum(4 * parameter.numel() for parameter in policy.parameters())
     trace = check_trace(write_trace(made.run_dir).read_text())
     assert {"delivery", "transfer", "apply", "drain", "generate", "pause"} <= {event.get("cat") for event in trace}

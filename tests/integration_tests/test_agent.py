@@ -92,9 +92,9 @@ def test_tokens_carry_the_version_that_the_agent_handed_over_and_never_half_a_on
         engine = engine_of(tmp_path)
     check(run)
     assert not engine.is_running()
-    said = (run.run_dir / "logs" / "actor-0.engine.log").read_text()
+    log = (run.run_dir / "logs" / "actor-0.engine.log").read_text()
     # The fake ends by an assertion where it is asked for tokens of half a version.
-    assert "fake engine: listening" in said and "AssertionError" not in said
+    assert "fake engine: listening" in log and "AssertionError" not in log
     notes = [json.loads(line) for line in (run.run_dir / "timeline" / "actor-0.jsonl").read_text().splitlines()]
     assert {"apply"} == {note["what"] for note in notes}
     assert not list(Path("/dev/shm").glob("torchtitan-actor-0-*"))
@@ -205,9 +205,9 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
             options += ["--model", str(tmp_path), "--port-file", str(tmp_path / "agent")]
             with start_agent(*options, environment=environment) as agent:
                 port = wait_for(tmp_path / "agent", agent)
-                said = get(f"http://127.0.0.1:{port}/health", "of-the-agent")
-                assert said["state"] == "joining"
-                assert said["engine"]["url"] == url and said["engine"]["token_env"] == "ENGINE_TOKEN"
+                status = get(f"http://127.0.0.1:{port}/health", "of-the-agent")
+                assert status["state"] == "joining"
+                assert status["engine"]["url"] == url and status["engine"]["token_env"] == "ENGINE_TOKEN"
                 with pytest.raises(OSError, match="401"):
                     get(f"http://127.0.0.1:{port}/health", "of-the-engine")
                 agent.terminate()
@@ -223,14 +223,14 @@ def test_mistakes_are_said_in_one_line(
     monkeypatch.setenv(MADE_UP_TOKEN, "")
     common = ["--engine", "sglang", "--model", str(tmp_path), "--log-file", str(tmp_path / "log"), "--python"]
     python = str(fake_python(tmp_path))
-    for wrong, said in (
+    for wrong, problem in (
         (["/nowhere/python"], "inference.sglang.python = '/nowhere/python' is not a program"),
         ([python, "--update-mode", "drain"], "sglang cannot let running requests finish"),
         ([python, "--route", "direct"], "route = 'direct': sglang takes weights by agent"),
     ):
         assert main([*common, *wrong]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {said}")
+        assert line.startswith(f"error: {problem}")
 
 
 def test_the_engine_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

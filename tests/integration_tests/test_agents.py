@@ -56,15 +56,15 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
     async with playing(config, tmp_path / "run", END) as behind:
         player, played = await play(behind, f"{HERE}:play", 6)
         assert len(played) == 6 and player.statistics["turns"] == 12
-        for one in played:
-            (branch,) = one.branches
+        for trajectory in played:
+            (branch,) = trajectory.branches
             texts = [Tokenizer(model).decode(turn.token_ids) for turn in branch.sampled]
-            assert one.reward == sum(text.count("e") for text in texts) / 10
-            assert one.completion == "\n".join(texts)
-            assert all(len(turn.token_ids) <= 12 for turn in sampled_segments(one.branches))
+            assert trajectory.reward == sum(text.count("e") for text in texts) / 10
+            assert trajectory.completion == "\n".join(texts)
+            assert all(len(turn.token_ids) <= 12 for turn in sampled_segments(trajectory.branches))
         # As a redone group would be, and no two episodes of one are alike.
         again = (await play(behind, f"{HERE}:play", 6))[1]
-        assert [one.branches[0].token_ids for one in again] == [one.branches[0].token_ids for one in played]
+        assert [sample.branches[0].token_ids for sample in again] == [sample.branches[0].token_ids for sample in played]
         assert len({tuple(one.branches[0].token_ids) for one in played}) == 6
 
         _, played = await play(behind, f"{sys.executable} -m {HERE}", 2)
@@ -85,7 +85,7 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         for name, failure in (("hangs", Failure.LOST), ("hangs_in_a_loop", Failure.NOT_BEGUN)):
             player, played = await play(behind, f"{HERE}:{name}", 1)
             assert [one.failure for one in played] == [failure] and sum(
-                one.statistics["timeouts"] for one in player.counting
+                component.statistics["timeouts"] for component in player.counting
             ) == 2, name
 
         # What goes on after its end is refused and told once.
@@ -95,11 +95,11 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         await pool.start()
         player = AgentPlayer(config, behind.gateway, pool, Tokenizer(model))
         behind.sampling.n = 1
-        (one,) = await player.play(PROMPT, GenerateRequest("late", [], behind.sampling), 0)
+        (trajectory,) = await player.play(PROMPT, GenerateRequest("late", [], behind.sampling), 0)
         await eventually(lambda: behind.events("call_after_end"))
         await asyncio.sleep(0.7)
         await pool.close()
-        assert one.reward is not None and len(behind.events("call_after_end")) == 1
+        assert trajectory.reward is not None and len(behind.events("call_after_end")) == 1
 
 
 @pytest.mark.timeout(RUN_SECONDS)

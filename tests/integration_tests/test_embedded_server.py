@@ -48,8 +48,8 @@ class Trainer:
     """Publishes versions of a checkpoint's weights: all of them times 1 + version / 100."""
 
     def __init__(self, checkpoint: Path, folder: Path, epoch: str = "e", bucket_bytes: int = 1 << 16):
-        self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
-        self.live = {name: one.clone() for name, one in self.base.items()}
+        self.base = {name: parameter.detach().clone() for name, parameter in load_policy(checkpoint).named_parameters()}
+        self.live = {name: tensor.clone() for name, tensor in self.base.items()}
         config = WeightSyncConfig()
         config.bucket_bytes = bucket_bytes
         self.publication = WeightSync(config, self.live, epoch=epoch, token=TOKEN, run_dir=folder)
@@ -149,12 +149,12 @@ async def test_generates_what_the_engine_generates(
 ) -> None:
     async with Client(process[1]) as client:
         asked = [body(12, f"r{i}", n=3, seed=i) for i in range(4)]
-        answers = await asyncio.gather(*(client.call("POST", "/v1/generate", json=one) for one in asked))
+        answers = await asyncio.gather(*(client.call("POST", "/v1/generate", json=payload) for payload in asked))
         engine = Engine(load_policy(tiny_checkpoint()), 8, 400)
-        expected = engine.generate([GenerateRequest.from_json(one) for one in asked])
+        expected = engine.generate([GenerateRequest.from_json(payload) for payload in asked])
         for (status, answer), completions in zip(answers, expected, strict=True):
-            got = [Completion.from_json(one) for one in answer["completions"]]
-            assert status == 200 and [one.token_ids for one in got] == [one.token_ids for one in completions]
+            got = [Completion.from_json(completion) for completion in answer["completions"]]
+            assert status == 200 and [reply.token_ids for reply in got] == [reply.token_ids for reply in completions]
             assert got[0].spans[-1].end == len(got[0].token_ids) == len(got[0].log_probs)
         truncated = {**asked[0], "sampling": {**asked[0]["sampling"], "top_k": 3}}
         status, answer = await client.call("POST", "/v1/generate", json=truncated)
@@ -178,7 +178,7 @@ async def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[st
                 status, answer = await stranger.call(method, path)
                 assert status == 401 and "token" in answer["error"]
     async with Client(process[1]) as client:
-        for content, said in (
+        for content, message in (
             (b"{", "not JSON"),
             (b"[1]", "object"),
             (b"{}", "required"),
@@ -188,7 +188,7 @@ async def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[st
             (json.dumps(body(n=0)).encode(), "n: it must be"),
         ):
             status, answer = await client.call("POST", "/v1/generate", data=content)
-            assert status == 400 and said in answer["error"]
+            assert status == 400 and message in answer["error"]
         status, answer = await client.call("POST", "/v1/generate", json=body(MAX_LENGTH - 2))
         assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
         status, answer = await client.call("POST", "/weights/connect", json={"registry": "x"})
@@ -326,7 +326,7 @@ def test_a_second_job_is_refused_while_the_first_ones_registry_is_in_reach(
 
 
 def test_what_a_replaced_connection_brings_no_longer_changes_the_weights(tiny_checkpoint: Callable[..., Path]) -> None:
-    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in load_policy(tiny_checkpoint()).named_parameters()}
 
     async def scenario(server: EngineServer, client: Client) -> None:
         async def connect(epoch: str) -> SyncActor:

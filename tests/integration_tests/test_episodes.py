@@ -83,7 +83,10 @@ class Actors:
         for version in range(6):
             noise = torch.Generator().manual_seed(version)
             self.versions.append(
-                {name: one.detach() + 0.02 * torch.randn(one.shape, generator=noise) for name, one in weights.items()}
+                {
+                    name: weight.detach() + 0.02 * torch.randn(weight.shape, generator=noise)
+                    for name, weight in weights.items()
+                }
             )
         self.loops = []
         for _ in range(2):
@@ -102,7 +105,7 @@ class Actors:
         self.asked += 1
         # An actor is chosen, and dies with all that it works on before it has the request.
         loops = [loop for loop in self.loops if not loop._closing]
-        loops.sort(key=lambda one: hash((request.request_id, id(one))))
+        loops.sort(key=lambda candidate: hash((request.request_id, id(candidate))))
         if self.asked >= self.dies_at and loops[0] is self.loops[0]:
             loops[0].close(10)
         for loop in loops:
@@ -158,7 +161,7 @@ def play(tmp_path: Path, actors: Actors, prompts: int, chat: bool) -> list[tuple
             made = [maker.make({"prompt": "hello ab", "name": numbers.random()}, index) for index in range(prompts)]
             sampling = SamplingParameters(ROOM, GROUP, stop_token_ids=stops, seed=7)
             played = await asyncio.gather(
-                *(player.play(one, GenerateRequest(str(one.index), [], sampling), 0) for one in made)
+                *(player.play(prompt, GenerateRequest(str(prompt.index), [], sampling), 0) for prompt in made)
             )
         finally:
             disturbing.cancel()
@@ -174,8 +177,8 @@ def test_what_is_trained_is_what_was_sampled(checkpoint: Path, tmp_path: Path, c
     with serving(checkpoint) as actors:
         groups = play(tmp_path, actors, prompts=8, chat=chat)
         assert actors.redone > 0
-    trajectories = [one for _, group in groups for one in group]
-    assert len(trajectories) == 8 * GROUP and {one.finish_reason for one in trajectories} == {"stop", "length"}
+    trajectories = [member for _, group in groups for member in group]
+    assert len(trajectories) == 8 * GROUP and {episode.finish_reason for episode in trajectories} == {"stop", "length"}
     tokenizer = Tokenizer(checkpoint)
     sampled = {id(completion): prompt for prompt, completion in actors.record.values()}
     versions = set()
@@ -183,7 +186,7 @@ def test_what_is_trained_is_what_was_sampled(checkpoint: Path, tmp_path: Path, c
         (branch,) = trajectory.branches
         assert len(branch) <= len(branch.segments[0].token_ids) + ROOM
         if chat:  # reward functions read what the policy has said
-            assert trajectory.completion == "\n".join(tokenizer.decode(one.token_ids) for one in branch.sampled)
+            assert trajectory.completion == "\n".join(tokenizer.decode(reply.token_ids) for reply in branch.sampled)
         before: list[int] = []
         for number, segment in enumerate(branch.segments):
             if isinstance(segment, Given):
@@ -229,7 +232,7 @@ def _log_probs_are_the_trainers(checkpoint: Path, actors: Actors, trajectories: 
 
 def _batches_hold_all_of_it(groups: list[tuple[Prompt, list[Trajectory]]]) -> None:
     """Through the journal's form into micro-batches: the targets are the sampled tokens, in their places."""
-    made = [Group(prompt.index, [make_sample(one, 1.0, {}) for one in group]) for prompt, group in groups]
+    made = [Group(prompt.index, [make_sample(trajectory, 1.0, {}) for trajectory in group]) for prompt, group in groups]
     batch = Batch(6, made)
     assert decode_batch(encode_batch(batch)) == batch
     parts = micro_batches(
@@ -239,7 +242,7 @@ def _batches_hold_all_of_it(groups: list[tuple[Prompt, list[Trajectory]]]) -> No
     trained = [branch for part in parts for branch in part.trained]
     assert sorted(map(id, trained)) == sorted(id(sample.branches[0]) for sample in batch.samples)
     for part in parts:
-        wanted = [token for branch in part.trained for one in branch.sampled for token in one.token_ids]
+        wanted = [token for branch in part.trained for completion in branch.sampled for token in completion.token_ids]
         assert part.targets.tolist() == wanted
 
 
@@ -256,7 +259,7 @@ def test_an_episode_without_room_is_lost_and_says_why(checkpoint: Path, tmp_path
         try:
             request = GenerateRequest("x", [], SamplingParameters(ROOM, 2))
             played = await player.play(maker.make({"prompt": "h" * SEQ_LEN}, 0), request, 0)
-            assert [one.failure for one in played] == [Failure.NOT_BEGUN] * 2
+            assert [trajectory.failure for trajectory in played] == [Failure.NOT_BEGUN] * 2
         finally:
             await environments.close()
         return player
@@ -274,6 +277,6 @@ def test_an_episode_that_is_begun_again_is_the_same(checkpoint: Path, tmp_path: 
         again = play(tmp_path, actors, prompts=2, chat=True)
 
     def tokens(groups: list[tuple[Prompt, list[Trajectory]]]) -> Any:
-        return [[one.branches[0].token_ids for one in group] for _, group in groups]
+        return [[trajectory.branches[0].token_ids for trajectory in group] for _, group in groups]
 
     assert tokens(first) == tokens(again)

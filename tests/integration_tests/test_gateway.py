@@ -99,9 +99,9 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
         async with client(access) as api:
             for turn in range(8):
                 answer = await api.chat.completions.create(model="chat", messages=messages)
-                said = answer.choices[0].message.model_dump()
+                reply = answer.choices[0].message.model_dump()
                 more = generator.choice(["<|im_start|>user\nx", "🙂é\u200d", "</tool_call>", "a\n\n b", ""])
-                messages += [said, {"role": "user", "content": more}]
+                messages += [reply, {"role": "user", "content": more}]
                 if turn == 4 and number % 4 == 0:
                     messages[1] = {"role": "assistant", "content": "(something)"}
         return await behind.gateway.end(access.session)
@@ -119,12 +119,12 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
         redone = behind.pool.statistics["requests_redone"]
     assert redone > 0
     versions = set()
-    for number, one in enumerate(played):
-        assert (one.calls, one.failed) == (8, 0)
-        assert len(one.branches) == (2 if number % 4 == 0 else 1)
-        got = pairs(one.branches)
+    for number, session in enumerate(played):
+        assert (session.calls, session.failed) == (8, 0)
+        assert len(session.branches) == (2 if number % 4 == 0 else 1)
+        got = pairs(session.branches)
         assert len(got) == 8 and all((tuple(prompt), tuple(tokens)) in sampled for prompt, tokens in got)
-        for branch in one.branches:
+        for branch in session.branches:
             for completion in branch.sampled:
                 assert [span.start for span in completion.spans][:1] == [0]
                 versions |= {span.version for span in completion.spans}

@@ -342,8 +342,8 @@ async def test_a_lack_of_descriptors_is_said_at_once_and_outlived(tmp_path: Path
         with (tmp_path / "events.jsonl").open("rb") as log, without_descriptors():
             # One connection is there, from the probes; the others cannot be made.
             outcomes = await asyncio.gather(*(pool.generate(request(i)) for i in range(8)), return_exceptions=True)
-            assert all("files and connections open" in str(one) for one in outcomes if isinstance(one, UserError))
-            assert any(isinstance(one, UserError) for one in outcomes)
+            assert all("files and connections open" in str(error) for error in outcomes if isinstance(error, UserError))
+            assert any(isinstance(outcome, UserError) for outcome in outcomes)
             os.kill(victim, signal.SIGKILL)
             await eventually(lambda: b"files and connections open" in os.pread(log.fileno(), 1 << 20, 0))
             assert not ready(pool, 1)()

@@ -134,10 +134,10 @@ async def test_actors_join_serve_leave_when_they_have_answered_and_are_missed_by
         waiting = asyncio.create_task(run.pool.generate(endless("first")))
         await asyncio.sleep(0.1)
         assert run.pool.actors == {} and not waiting.done()
-        one = await Spot(run, "one").start()
+        first_spot = await Spot(run, "one").start()
         # The request that waits for it is the one that it has to finish.
         await eventually(lambda: run.pool._actors and run.pool._actors[0].load, why=lambda: run.pool.actors)
-        leaving = asyncio.create_task(one.leave())
+        leaving = asyncio.create_task(first_spot.leave())
         two = await Spot(run, "two").start()
         await leaving
         (completion,) = await waiting

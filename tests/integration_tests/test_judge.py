@@ -61,8 +61,8 @@ async def test_the_embedded_engine_judges(tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer = Tokenizer(model)
     asked = await questions(settings, prompt, monkeypatch)
     learned = [
-        tokenizer.encode(tokenizer.render_chat([*messages, {"role": "assistant", "content": said}], False))
-        for messages, said in zip(asked, SCORES.values(), strict=True)
+        tokenizer.encode(tokenizer.render_chat([*messages, {"role": "assistant", "content": reply}], False))
+        for messages, reply in zip(asked, SCORES.values(), strict=True)
     ]
     teach(model, learned, 600)
     async with playing(config, tmp_path / "run", END) as behind:

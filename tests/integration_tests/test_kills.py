@@ -44,7 +44,7 @@ def start(processes: Processes, checkpoint: Path, dump: Path, *options: str, **l
 
 def only(run: Run, words: str) -> psutil.Process:
     """The process of this kind."""
-    return until(lambda: [one for one in started_by(run.process, words) if not has_ended(one.pid)], RUN_SECONDS)[0]
+    return until(lambda: [job for job in started_by(run.process, words) if not has_ended(job.pid)], RUN_SECONDS)[0]
 
 
 def kill(run: Run, words: str) -> None:
@@ -108,7 +108,7 @@ def test_a_launcher_that_is_killed_early_leaves_nothing(
     until(lambda: all(has_ended(child.pid) for child in children))
     # What was started in between has ended as well.
     words = str(tmp_path)
-    until(lambda: not [one for one in psutil.process_iter(["cmdline"]) if words in " ".join(one.info["cmdline"] or [])])
+    until(lambda: not [job for job in psutil.process_iter(["cmdline"]) if words in " ".join(job.info["cmdline"] or [])])
 
 
 @pytest.mark.exhaustive

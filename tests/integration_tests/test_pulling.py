@@ -185,7 +185,7 @@ def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: 
 
     def shown() -> dict[str, tuple[str, int]]:
         actors = job.watcher.status()["actors"]
-        return {name: (one["state"], one["version"]) for name, one in actors.items()}
+        return {name: (actor["state"], actor["version"]) for name, actor in actors.items()}
 
     wait_for(lambda: shown() == wanted, "the trainer is told")
 
@@ -200,7 +200,7 @@ def test_actors_pass_versions_on_and_a_dead_parent_costs_its_children_a_moment(s
     wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 3, "the trainer is told")
 
     def relayed() -> list[bool]:
-        return sorted(bool(one["figures"]["bytes_relayed"]) for one in job.watcher.status()["actors"].values())
+        return sorted(bool(actor["figures"]["bytes_relayed"]) for actor in job.watcher.status()["actors"].values())
 
     # On a busy machine shard servers may count late who has got the first versions.
     for _ in range(20):

@@ -60,9 +60,9 @@ def test_the_example_trains_a_model_that_can_add(checkpoint: Path, tmp_path: Pat
         env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHTITAN_DEVICE": "cpu"}, timeout=24 * PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.splitlines()[-1]
-    assert said.endswith("on held-out rows after 2 steps")
-    rows = [json.loads(line) for line in (Path(said.split(": ")[0]) / "metrics.jsonl").read_text().splitlines()]
+    summary = done.stdout.splitlines()[-1]
+    assert summary.endswith("on held-out rows after 2 steps")
+    rows = [json.loads(line) for line in (Path(summary.split(": ")[0]) / "metrics.jsonl").read_text().splitlines()]
     first, *_ = [row for row in rows if "eval/greedy" in row]
     # What this model knows before any training; nothing broken is right twice in five.
     assert first["step"] == 0 and first["eval/greedy"] > 0.4, first

@@ -90,7 +90,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     # The ranks say it to themselves before they import torch, and what they wrote first shows it.
     others = [child for child in run.process.children(recursive=True) if "torchtitan.grpo_train" not in child.cmdline()]
     policies = [child.environ().get("OMP_WAIT_POLICY") for child in others]
-    said = run.log()
+    log = run.log()
     started_by(run.process, "torchtitan.inference.engines.embedded")[0].kill()
     run.wait(lambda: len(run.events("actor_ready")) == 3)
     folder = run_dir / "checkpoint"
@@ -105,7 +105,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     options = ("--rollout.replay", str(run_dir))
     replay = start(module_processes, debug_checkpoint, dump / "replay", steps, *options, ranks=2)
     replay.end()
-    return Story(run_dir, replay.folder, steps, killed_at, before, unused, policies, said)
+    return Story(run_dir, replay.folder, steps, killed_at, before, unused, policies, log)
 
 
 def groups_in(state: Path) -> list[Group]:
@@ -191,7 +191,7 @@ def test_every_token_was_sampled_by_a_published_version(story: Story) -> None:
 def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story) -> None:
     """versions.jsonl is made from the registry's journal, tokens are tagged by the engines: two witnesses."""
     rows = read_json_lines(story.run_dir / "weight_sync" / "versions.jsonl")
-    epochs = [one["epoch"] for one in read_json_lines(story.run_dir / "epochs.jsonl")]
+    epochs = [record["epoch"] for record in read_json_lines(story.run_dir / "epochs.jsonl")]
     assert {row["epoch"] for row in rows} == set(epochs)
     # An actor that was killed is back at once, and then gets the version that it had once more.
     assert len({(row["epoch"], row["version"], row["actor"], row["ended_at"]) for row in rows}) == len(rows)

@@ -231,13 +231,13 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
             equal.append(all(torch.equal(received[version][name], value) for name, value in full.items()))
             assert received[version].keys() == full.keys()
         dist.barrier()
-    own = sum(math.prod(shard.shape) for shard in sync.publisher.layout.ranks[0])
+    elements = sum(math.prod(shard.shape) for shard in sync.publisher.layout.ranks[0])
     statistics = sync.statistics()
     dist.barrier()
     for actor in actors:
         actor.close()
     sync.close()
-    return {"equal": equal, "elements": own, "skipped": statistics["weight_sync/versions_skipped"]}
+    return {"equal": equal, "elements": elements, "skipped": statistics["weight_sync/versions_skipped"]}
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(4, "tcp"), (2, "nccl")])

@@ -86,7 +86,7 @@ def comparison_table(results: list[Figures]) -> str:
     """Format one column per simulation."""
     columns = [{name: _text(name, value) for name, value in result.items()} for result in results]
     width = max(len(cell) + 2 for column in columns for cell in column.values())
-    lines = [f"{name.replace('_', ' '):34}{''.join(f'{one[name]:{width}}' for one in columns)}" for name in columns[0]]
+    lines = [f"{name.replace('_', ' '):34}{''.join(f'{col[name]:{width}}' for col in columns)}" for name in columns[0]]
     return "\n".join(map(str.rstrip, lines))
 
 

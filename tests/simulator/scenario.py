@@ -115,17 +115,17 @@ class Scenario:
         for name, value in values.items():
             prefix = next(prefix for prefix in given_by_table if name.startswith(prefix))
             given_by_table[prefix][name.removeprefix(prefix)] = value
-        tcp, sync, own = given_by_table.values()
+        tcp, sync, scenario = given_by_table.values()
         problems = []
-        for prefix, table, given in ((TCP, Tcp, tcp), (PREFIX, WeightSync, sync), ("", cls, own)):
+        for prefix, table, given in ((TCP, Tcp, tcp), (PREFIX, WeightSync, sync), ("", cls, scenario)):
             try:
                 table(**given)
             except ValidationError as error:
-                problems += [_problem(prefix, one) for one in error.errors()]
+                problems += [_problem(prefix, mistake) for mistake in error.errors()]
         if problems:
             raise ConfigError(problems)
         tables: dict[str, Any] = {"tcp": Tcp(**tcp)}
-        return cls(**own, weight_sync=WeightSync(**sync, **tables))
+        return cls(**scenario, weight_sync=WeightSync(**sync, **tables))
 
     @property
     def seconds(self) -> float:

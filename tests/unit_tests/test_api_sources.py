@@ -38,7 +38,7 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
         Source("tool", environment={"max_turns": 3}, tools=[add], rewards="arithmetic", weight=0.5),
     ]
     draft = draft_of(MODEL, {"eval.num_prompts": 0})
-    draft.set_sources([one.table(tmp_path) for one in sources], "sources")
+    draft.set_sources([source.table(tmp_path) for source in sources], "sources")
     configs = dict(source_configs(validated(draft, planning=True)))
     assert load_datasets(configs["own"])[0] + load_datasets(configs["own"])[1]
     assert configs["own"].rollout.dataset == configs["made"].rollout.dataset
@@ -47,8 +47,8 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
     builtin = "torchtitan.rollout.environments.builtin_environments"
     assert configs["game"].environment.factory == f"{builtin}:Guess"
     assert configs["tool"].environment.tools == [f"{builtin}:add"] and configs["tool"].environment.max_turns == 3
-    given = {name: own.source[0] for name, own in configs.items()}
-    assert [given[one].weight for one in ("own", "made", "tool")] == [2.0, None, 0.5]
+    given = {name: config.source[0] for name, config in configs.items()}
+    assert [given[source_name].weight for source_name in ("own", "made", "tool")] == [2.0, None, 0.5]
     assert not given["game"].required and given["tool"].required
     with pytest.raises(UserError, match="row 1: must be a dict"):
         Source("bad", dataset=[1]).table(tmp_path)  # type: ignore[list-item]
@@ -64,21 +64,21 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
     (((_, settings), named),) = called
     draft = draft_of(MODEL, {**settings, "eval.num_prompts": 0})
     monkeypatch.syspath_prepend(tmp_path)
-    sources = [one for one in named["sources"] if one.name in ("spell_backward", "number_sorting", "chain_sum")]
+    sources = [task for task in named["sources"] if task.name in ("spell_backward", "number_sorting", "chain_sum")]
     assert len(named["sources"]) == 5 and len(sources) == 3
-    draft.set_sources([one.table(tmp_path) for one in sources], "sources")
+    draft.set_sources([source.table(tmp_path) for source in sources], "sources")
     config = validated(draft, planning=True)
 
     async def scores() -> list[list[float | None]]:
         pool = RewardPool(config)
         await pool.start()
         found = []
-        for name, own in source_configs(config):
-            row = load_datasets(own)[0][0]
+        for name, source_config in source_configs(config):
+            row = load_datasets(source_config)[0][0]
             prompt = Prompt(0, row["prompt"], [1], {"entry": row["entry"]}, source=name)
-            said = [Trajectory([], "stop", text) for text in (f" {row['entry']['answer']} ", "no")]
+            trajectories = [Trajectory([], "stop", text) for text in (f" {row['entry']['answer']} ", "no")]
             monkeypatch.setattr(Trajectory, "completion_ids", [1])
-            found.append([reward for reward, _ in await pool.score(prompt, said)])
+            found.append([reward for reward, _ in await pool.score(prompt, trajectories)])
         await pool.close()
         return found
 

@@ -169,14 +169,14 @@ def test_checkpoints_that_are_deleted_meanwhile_are_named(
     monkeypatch.setattr(job, "TrainingJob", FakeJob)
     monkeypatch.setattr(evaluate, "follow_commands", lambda _: SimpleNamespace(kind=None))
     code = evaluate.main([str(run), "--model.hf_assets_path", str(model), "--output", str(run / "found.json")])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     if len(deleted) == 2:
-        assert code == 1 and "its run has deleted checkpoint/step-2, checkpoint/step-10 meanwhile" in said.err
+        assert code == 1 and "its run has deleted checkpoint/step-2, checkpoint/step-10 meanwhile" in output.err
         return
     found = json.loads((run / "found.json").read_text())
     rows = [(Path(row["checkpoint"]).name, row["eval/version"]) for row in found["evaluations"]]
     (kept,) = {2, 10} - {*deleted}
     assert code == 0 and rows == [(f"step-{kept}", kept)]
     assert found["deleted"] == [str(run / "checkpoint" / f"step-{deleted[0]}")]
-    assert f"their run has deleted them meanwhile: checkpoint/step-{deleted[0]}" in said.err
-    assert f"checkpoint/step-{kept}" in said.out
+    assert f"their run has deleted them meanwhile: checkpoint/step-{deleted[0]}" in output.err
+    assert f"checkpoint/step-{kept}" in output.out

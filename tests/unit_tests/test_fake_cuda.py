@@ -140,10 +140,10 @@ def on_cuda(pack: MicroBatch) -> MicroBatch:
     def moved(value: Any) -> Any:
         return torch.empty_like(value, device="cuda") if isinstance(value, torch.Tensor) else value
 
-    for one in (pack, pack.layout):
-        for name, value in vars(one).items():
+    for container in (pack, pack.layout):
+        for name, value in vars(container).items():
             if name != "bounds":  # on the host
-                setattr(one, name, moved(value))
+                setattr(container, name, moved(value))
     return pack
 
 
@@ -205,7 +205,7 @@ def traced_step(config: JobConfig, ranks: int, layers: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "options"), STEPS, ids=lambda one: "_".join(one) if isinstance(one, list) else None
+    ("name", "ranks", "options"), STEPS, ids=lambda value: "_".join(value) if isinstance(value, list) else None
 )
 def test_a_step_of_the_recipe_waits_for_nothing_and_takes_what_is_planned(
     name: str, ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch
@@ -255,8 +255,8 @@ def test_a_version_goes_into_slots_and_staging_on_the_device() -> None:
         assert operators.named("_foreach_copy_") == [{"cuda"}] and all("cpu" not in found for _, found in operators.ran)
         staging = Staging(publisher.layout, "cuda")
         loaded = dict(to_copy(staging.tensors))
-        assert {name: tuple(one.shape) for name, one in loaded.items()} == shapes
-        assert {(one.device.type, one.dtype) for one in loaded.values()} == {("cuda", torch.bfloat16)}
+        assert {name: tuple(tensor.shape) for name, tensor in loaded.items()} == shapes
+        assert {(tensor.device.type, tensor.dtype) for tensor in loaded.values()} == {("cuda", torch.bfloat16)}
         staging.bucket((0, 0)).copy_(publisher.memory[0][slice(*publisher.layout.bucket_range(0, 0))])
         publisher.close()
     assert publisher.failure == ""
@@ -276,7 +276,7 @@ def test_what_leaves_the_device_in_background_goes_into_pinned_memory_once() -> 
             if takes_step:
                 parameter.grad = torch.empty_like(parameter)
                 optimizer.step()
-            assert {one.device.type for one in optimizer.state[parameter].values() if one.dim()} == {"cpu"}
+            assert {tensor.device.type for tensor in optimizer.state[parameter].values() if tensor.dim()} == {"cpu"}
     # Two copies for two saves; two moments that leave twice, and return once.
     assert operators.named("copy_") == [{"cpu", "cuda"}] * 8
 
@@ -315,7 +315,7 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
             loss = fused_log_probs(states, weight, targets)[0].sum()
         else:
             loss = fused_objective(
-                states, weight, targets, lambda own, entropy, _: -own - factor * entropy, softcap=softcap, kept=kept
+                states, weight, targets, lambda logp, entropy, _: -logp - factor * entropy, softcap=softcap, kept=kept
             )[0]
         loss.backward()
         for operand in (states, weight):
@@ -327,7 +327,7 @@ def test_the_head_takes_its_way_on_a_gpu(way: str, monkeypatch: pytest.MonkeyPat
     assert peak.most <= operands + 3 * GPU_HEAD_BYTES
     # Three products for each tile, or four where logits are computed twice.
     products = operators.named("mm") + operators.named("addmm")
-    assert len(products) % (4 if way == "two passes" else 3) == 0 and all(one == {"cuda"} for one in products)
+    assert len(products) % (4 if way == "two passes" else 3) == 0 and all(product == {"cuda"} for product in products)
 
 
 def test_the_scan_of_a_recurrent_layer_takes_few_launches_and_waits_for_nothing() -> None:
@@ -369,9 +369,9 @@ class Work(Peak):
         name = op.overloadpacket.__name__
         if result is NotImplemented or not self.counting or name in self.VIEWS | self.OF_A_ROW:
             return result
-        operands = [one for one in args if isinstance(one, torch.Tensor)]
+        operands = [operand for operand in args if isinstance(operand, torch.Tensor)]
         if op.namespace in ("c10d", "_c10d_functional"):
-            sizes = [_bytes([one]) for one in tree_iter((args, kwargs, result))]
+            sizes = [_bytes([leaf]) for leaf in tree_iter((args, kwargs, result))]
             self.done["alltoall" if "alltoall" in name else "collectives"] += max(sizes, default=0)
         elif name in ("mm", "addmm"):
             first, second = operands[-2:]
@@ -388,8 +388,8 @@ class Work(Peak):
         if name == "all_gather_copy_in":
             return 2 * _bytes(args[0])  # into this rank's part of the second one
         given = zip(op._schema.arguments, args, strict=False)
-        named = {one.name: value for one, value in given} | kwargs
-        changed = [named[one.name] for one in op._schema.arguments if one.alias_info and one.name in named]
+        named = {argument.name: value for argument, value in given} | kwargs
+        changed = [named[entry.name] for entry in op._schema.arguments if entry.alias_info and entry.name in named]
         if name in self.OF_A_TABLE:
             return 2 * _bytes(result)
         if name in self.NEW:
@@ -397,14 +397,14 @@ class Work(Peak):
         if name.startswith("_embedding_bag") and "backward" not in name:
             return len(args[1]) * args[0].shape[1] * args[0].element_size() + _bytes(result[0])
         filled = changed if name in self.FILL else named.get("out", [])
-        own = {id(one) for one in tree_iter(changed)}
-        made = [one for one in tree_iter(result) if id(one) not in own]
+        changed_ids = {id(leaf) for leaf in tree_iter(changed)}
+        made = [leaf for leaf in tree_iter(result) if id(leaf) not in changed_ids]
         return _bytes((args, kwargs)) - _bytes(filled) + _bytes(changed) + _bytes(made)
 
 
 def _bytes(of: Any) -> int:
-    tensors = {id(one): one for one in tree_iter(of) if isinstance(one, torch.Tensor) and one.is_cuda}
-    return sum(one.numel() * one.element_size() for one in tensors.values())
+    tensors = {id(leaf): leaf for leaf in tree_iter(of) if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def _bytes(of: Any) -> int:
         ("qwen3_30b_a3b_8gpu", 8, []),
         ("gpt_oss_20b_8gpu", 8, []),
     ],
-    ids=lambda one: "_".join(one) if isinstance(one, list) else None,
+    ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
 def test_the_roofline_counts_what_is_traced(
     name: str, ranks: int, options: list[str], monkeypatch: pytest.MonkeyPatch

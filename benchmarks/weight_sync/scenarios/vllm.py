@@ -214,16 +214,16 @@ def measure(run: Run) -> dict[str, float]:
     elements = make_qwen3(model, options.layers, options.hidden, options.vocabulary)
     with contextlib.ExitStack() as closing:
         ours = Ours(model, folder, closing, options.transport)
-        theirs = Theirs(model, folder, closing)
+        reference = Theirs(model, folder, closing)
         ways = {
             "ours": Turns(ours.join(), ours.token, ours.update),
-            "theirs": Turns(theirs.join(), theirs.token, theirs.update),
+            "theirs": Turns(reference.join(), reference.token, reference.update),
         }
         trainer_core, server_core = common.two_cores()
         # Trainers, shard servers and clients here, the servers there, as if these were two machines.
         pin_tree(psutil.Process(), trainer_core)
         ours.actor.pin(server_core)
-        theirs.server.pin(server_core)
+        reference.server.pin(server_core)
         take_turns(ways, options.turns)
     # A server of two workers takes a minute to start; the tests have one of their own.
     shares = {} if run.quick else {"tp2_bytes_share": two_workers_share(run)}

@@ -78,7 +78,7 @@ def test_a_source_has_what_it_gives_and_the_rest_from_the_tables(tmp_path: Path)
     assert (config.rollout.max_completion_tokens, config.environment.factory) == (40, "")
     assert source_configs(guess)[0][1] == guess and guess.training is config.training
     again = draft_of(str(path), {"rollout.max_completion_tokens": 7}).build()[0]
-    assert [own.rollout.max_completion_tokens for _, own in source_configs(again)] == [7, 64]
+    assert [source_config.rollout.max_completion_tokens for _, source_config in source_configs(again)] == [7, 64]
 
 
 def test_without_sources_a_run_has_one_which_is_its_own_configuration() -> None:
@@ -155,8 +155,8 @@ def test_what_all_sources_share_is_told_once() -> None:
     tables["source"] = [{"name": "a"}, {"name": "b"}]  # type: ignore[assignment]
     with pytest.raises(ConfigError) as refused:
         validated(draft(tables), planning=True)
-    said = str(refused.value)
-    assert said.count("rollout.max_completion_tokens") == 1 and "source a" not in said
+    message = str(refused.value)
+    assert message.count("rollout.max_completion_tokens") == 1 and "source a" not in message
 
 
 def test_a_dry_run_prints_the_mix(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_source_without_a_teacher_has_none_of_the_runs_either() -> None:
     config.job.stage, config.distill.teacher, config.distill.hint = "distill", "checkpoint", "answer"
     itself = Source("itself", {"distill.teacher": "", "distill.hint": "answer"})
     config.source = [Source("own"), Source("none", {"distill.teacher": ""}), itself]
-    teachers = {name: teacher_id(own) for name, own in source_configs(config)}
+    teachers = {name: teacher_id(source_config) for name, source_config in source_configs(config)}
     assert teachers == {"own": os.path.realpath("checkpoint"), "none": None, "itself": ""}
 
 

@@ -88,13 +88,13 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
 def _muon(policy: Decoder) -> dict[str, torch.Tensor]:
     """The factors after a step of Muon on gradients that are the same in every layout."""
     fill(policy)
-    factors = {name: one for name, one in sorted(policy.named_parameters()) if one.requires_grad}
+    factors = {name: parameter for name, parameter in sorted(policy.named_parameters()) if parameter.requires_grad}
     generator = torch.Generator().manual_seed(0)
-    for one in factors.values():
-        one.grad = torch.zeros_like(one)
-        copy_full_(one.grad, torch.randn(one.shape, generator=generator))
+    for factor in factors.values():
+        factor.grad = torch.zeros_like(factor)
+        copy_full_(factor.grad, torch.randn(factor.shape, generator=generator))
     build_optimizer(policy, Optimizer(name="Muon", lr=1e-2)).step()
-    result = {name: full_tensor(one.detach()).clone() for name, one in factors.items()}
+    result = {name: full_tensor(parameter.detach()).clone() for name, parameter in factors.items()}
     policy.zero_grad()
     return result
 
@@ -131,15 +131,17 @@ def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, lay
     # An element of scale · B A has 2 · rank products with an element that is off.
     saved = load_file(tmp_path / "alone" / "adapter" / "adapter_model.safetensors")
     lora = config_of(str(directory), layout).lora
-    products = lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(one.abs().max().item() for one in saved.values())
+    products = (
+        lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(tensor.abs().max().item() for tensor in saved.values())
+    )
     of_merged = min(products * factor, 3e-2)
-    ours, theirs = (load_file(tmp_path / ranks / "muon.safetensors") for ranks in ("two", "alone"))
-    assert ours.keys() == theirs.keys()
+    ours, reference = (load_file(tmp_path / ranks / "muon.safetensors") for ranks in ("two", "alone"))
+    assert ours.keys() == reference.keys()
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(ours[name], reference[name], rtol=1e-6, atol=1e-8)
     files = {"adapter/adapter_model.safetensors": factor, "merged/model.safetensors": of_merged}
     for file, rounding in files.items():
-        ours, theirs = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
-        assert ours.keys() == theirs.keys()
+        ours, reference = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
+        assert ours.keys() == reference.keys()
         for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance if rounds else 0, atol=rounding)
+            torch.testing.assert_close(ours[name], reference[name], rtol=tolerance if rounds else 0, atol=rounding)

@@ -33,10 +33,10 @@ def attend_in_parts(heads: int, key_heads: int) -> dict[str, float]:
     attend = PackedAttention(PackedLayout(LENGTHS))
     expected = attend(layer, *whole[:3])
     gradients = torch.autograd.grad(expected, whole, by)
-    own = context.part(tokens)
-    parts = [x.detach()[own].clone().requires_grad_() for x in whole[:3]]
+    part = context.part(tokens)
+    parts = [x.detach()[part].clone().requires_grad_() for x in whole[:3]]
     out = ContextAttention(attend, context)(layer, *parts)
-    found = torch.autograd.grad(out, [*parts, whole[3]], by[own])
+    found = torch.autograd.grad(out, [*parts, whole[3]], by[part])
     # Every rank has the gradient of its heads' sinks.
     sinks = found[3].clone()
     dist.all_reduce(sinks)
@@ -47,8 +47,8 @@ def attend_in_parts(heads: int, key_heads: int) -> dict[str, float]:
     gathered.square().sum().backward()
     assert mine.grad is not None
     return {
-        "out": float((out - expected[own]).abs().max()),
-        "gradient": max(float((f - g[own]).abs().max()) for f, g in zip(found[:3], gradients[:3], strict=True)),
+        "out": float((out - expected[part]).abs().max()),
+        "gradient": max(float((f - g[part]).abs().max()) for f, g in zip(found[:3], gradients[:3], strict=True)),
         "sinks": float((sinks - gradients[3]).abs().max()),
         "gathered": float((gathered - rows).abs().max()),
         "of_gathered": float((mine.grad - 2 * mine).abs().sum()),

@@ -28,9 +28,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has these interfaces, and no variables that name one; call it with the address that leads to rank 0."""
     monkeypatch.setenv(addresses.GLOO_VARIABLE, "")
     monkeypatch.delenv(addresses.GLOO_VARIABLE)
-    listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
+    listed = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in HERE.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
-    return lambda own: monkeypatch.setattr(addresses, "address_towards", lambda leader: own)
+    return lambda local_address: monkeypatch.setattr(addresses, "address_towards", lambda leader: local_address)
 
 
 def test_gloo_takes_the_interface_towards_rank_0(machine: Callable[[str], None]) -> None:

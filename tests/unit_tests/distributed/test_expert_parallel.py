@@ -129,16 +129,16 @@ def save_and_go_on(directory: str, folder: str) -> None:
             directory, {**(tp if name == "Muon" else ep), **chosen}, f"{folder}/{name}"
         )
         checkpointer.load()
-        for key, one in _steps(policy, optimizer, range(3, 5)).items():
-            torch.testing.assert_close(one, unbroken[key], rtol=1e-6, atol=1e-7 if name == "Muon" else 0)
+        for key, tensor in _steps(policy, optimizer, range(3, 5)).items():
+            torch.testing.assert_close(tensor, unbroken[key], rtol=1e-6, atol=1e-7 if name == "Muon" else 0)
     if name != "AdamW8bit":
         return
-    assert any(one.dtype == torch.uint8 for one in unbroken.values())
+    assert any(value.dtype == torch.uint8 for value in unbroken.values())
     policy, optimizer, _ = _run(directory, {**ep, **chosen, "optimizer.name": "AdamW"}, folder)
     start = {key: full_tensor(parameter.detach()).clone() for key, parameter in policy.named_parameters()}
-    for key, one in _steps(policy, optimizer, range(1, 5)).items():
+    for key, tensor in _steps(policy, optimizer, range(1, 5)).items():
         if key in start:
-            assert (one - unbroken[key]).norm() < 0.1 * (one - start[key]).norm(), key
+            assert (tensor - unbroken[key]).norm() < 0.1 * (tensor - start[key]).norm(), key
     *_, checkpointer = _run(directory, {**tp, **chosen}, f"{folder}/{name}")
     with pytest.raises(UserError, match=r"has no optimizer.*\]: resume with its optimizer.name, on as many ranks in"):
         checkpointer.load()

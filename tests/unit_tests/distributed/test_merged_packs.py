@@ -89,9 +89,9 @@ def steps(
         gradients: dict[str, torch.Tensor] = {}
 
         def look(*_: object, into: dict[str, torch.Tensor] = gradients, trainer: SpiedTrainer = trainer) -> None:
-            for name, one in trainer.policy.named_parameters():
-                if one.grad is not None:
-                    into[f"{len(trainer.given)}.{name}"] = full_tensor(one.grad).clone()
+            for name, parameter in trainer.policy.named_parameters():
+                if parameter.grad is not None:
+                    into[f"{len(trainer.given)}.{name}"] = full_tensor(parameter.grad).clone()
 
         trainer.optimizer.register_step_pre_hook(look)
         figures = []
@@ -109,10 +109,10 @@ def steps(
             save_file(gradients, Path(scratch) / str(number))
         report.append(
             {
-                "computed": [[one.layout.total for one in part] for part, _ in trainer.given],
-                "share": [one["computed_share"] for one in figures],
-                "trained": [one["trained_tokens"] for one in figures],
-                "loss": [one["loss"] for one in figures],
+                "computed": [[micro_batch.layout.total for micro_batch in part] for part, _ in trainer.given],
+                "share": [figure["computed_share"] for figure in figures],
+                "trained": [figure["trained_tokens"] for figure in figures],
+                "loss": [figure["loss"] for figure in figures],
                 "collectives": counted.names,
                 "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
                 "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
@@ -155,6 +155,6 @@ def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path, cas
         assert (first == second) == (TP in layout)
         found = load_file(two / str(number))
         assert found.keys() == expected.keys()
-        ours, theirs = (torch.cat([one[name].double().flatten() for name in expected]) for one in (found, expected))
+        ours, reference = (torch.cat([run[name].double().flatten() for name in expected]) for run in (found, expected))
         # Tensor parallelism alone rounds the gradients of adapters by 6e-6.
-        assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5, layout
+        assert ((ours - reference).norm() / reference.norm()).item() <= 1e-5, layout

@@ -136,7 +136,7 @@ def _muon(policy: Decoder, start: dict[str, torch.Tensor]) -> tuple[dict[str, to
                 for _, parameter in sorted(policy.named_parameters()) if case == "alike" else ():
                     copy_full_(parameter.grad, torch.randn(parameter.shape, generator=generator))
                 optimizer.step()
-        result |= {f"{case}.{name}": full_tensor(one.detach()).clone() for name, one in policy.named_parameters()}
+        result |= {f"{case}.{name}": full_tensor(tensor.detach()).clone() for name, tensor in policy.named_parameters()}
         buckets = optimizer._parts[0]._buckets  # type: ignore[attr-defined]
         assert len(buckets) == 1 if case == "real" else len(buckets) > 1
         owned = owned or [matrix.work for matrix in buckets[0].owned]
@@ -145,10 +145,10 @@ def _muon(policy: Decoder, start: dict[str, torch.Tensor]) -> tuple[dict[str, to
 
 def _muon_errors(policy: Decoder, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     """How far each case of `_muon` is from one rank's, relative to the parameter's largest value."""
-    after = {name.removeprefix("after."): one for name, one in expected.items() if name.startswith("after.")}
+    after = {name.removeprefix("after."): tensor for name, tensor in expected.items() if name.startswith("after.")}
     result, owned = _muon(policy, after)
-    errors = {name: (one - expected[name]).abs().max() / expected[name].abs().max() for name, one in result.items()}
-    changed = all(not torch.equal(result[f"real.{name}"], one) for name, one in after.items())
+    errors = {name: (value - expected[name]).abs().max() / expected[name].abs().max() for name, value in result.items()}
+    changed = all(not torch.equal(result[f"real.{name}"], tensor) for name, tensor in after.items())
     worst = {c: max(error.item() for name, error in errors.items() if name.startswith(c)) for c in ("real", "alike")}
     matrices = [n for n, _ in policy.named_parameters() if role_of(policy, n) is Role.MATRIX]
     equal = all(torch.equal(result[f"alike.{name}"], expected[f"alike.{name}"]) for name in matrices)
@@ -261,7 +261,7 @@ def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
         tensors = {"logits": policy.logits(torch.arange(14).view(2, 7))}
     values = _step(policy, dims)
     after = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    tensors |= {"after." + name: one for name, one in after.items()} | _muon(policy, after)[0]
+    tensors |= {"after." + name: tensor for name, tensor in after.items()} | _muon(policy, after)[0]
     save_file(tensors, path)
     return values
 

@@ -241,8 +241,8 @@ def code_loss(terms: Terms, situation: Situation, settings: LossSettings) -> tor
 def padded(terms: Terms, table: torch.Tensor) -> torch.Tensor:
     """[E, 2] of a table [states, symbols]; 1 where a sequence has only one token."""
     rows = [[table[place] for place in sequence] for sequence in SEQUENCES]
-    one = torch.ones((), dtype=table.dtype)
-    return torch.stack([torch.stack([*row, one][:2]) for row in rows])[terms.sequences]
+    unit = torch.ones((), dtype=table.dtype)
+    return torch.stack([torch.stack([*row, unit][:2]) for row in rows])[terms.sequences]
 
 
 def objective_loss(
@@ -271,15 +271,15 @@ def objective_loss(
 
 def token_factor(correction: str, ratio: torch.Tensor, decoupled: bool) -> torch.Tensor:
     """What a correction makes of w; in direct mode it only leaves tokens out."""
-    one = torch.ones_like(ratio)
-    weight = ratio if decoupled else one
+    ones = torch.ones_like(ratio)
+    weight = ratio if decoupled else ones
     if correction == "truncate":
-        return torch.where(ratio > BOUNDS.cap, BOUNDS.cap, ratio) if decoupled else one
+        return torch.where(ratio > BOUNDS.cap, BOUNDS.cap, ratio) if decoupled else ones
     if correction == "mask":
         return torch.where(ratio > BOUNDS.cap, 0.0, weight)
     if correction == "icepop":
         return torch.where((ratio < 0.7) | (ratio > 1.2), 0.0, weight)
-    return one
+    return ones
 
 
 def sequence_factor(mask: str, product: torch.Tensor, length: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
@@ -376,7 +376,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_expected_loss_and_gradient_are_those_of_the_definition(name: str) -> None:
     errors = dict(combinations(name))
-    assert len(errors) == 3 * len(SOME_ADVANTAGES) * 6 and len({one[:-1] for one in errors}) == 3 * 6 * 2
+    assert len(errors) == 3 * len(SOME_ADVANTAGES) * 6 and len({case[:-1] for case in errors}) == 3 * 6 * 2
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < LARGEST_ERROR, worst
 
@@ -396,7 +396,7 @@ def test_sequence_ratios_with_each_normalizer_under_several_masks(normalizer: st
 @pytest.mark.parametrize("kind", EVERY_ADVANTAGE)
 def test_advantages_of_every_batch(kind: str) -> None:
     pairs = zip(by_kind(code_advantages, kind), by_kind(defined_advantages, kind), strict=True)
-    assert max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)) < LARGEST_ERROR
+    assert max(abs(a - b) for ours, reference in pairs for a, b in zip(ours, reference, strict=True)) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", LOSS_TYPES)

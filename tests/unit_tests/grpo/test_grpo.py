@@ -163,14 +163,14 @@ def test_groups_are_cut_where_ranks_would_wait(prefixes: list[tuple[int, list[in
     sequences = []
     for prefix, completions in prefixes:
         begin = [next(numbers) for _ in range(prefix)]
-        sequences += [np.array(begin + [next(numbers) for _ in range(own)], np.uint64) for own in completions]
-    trained = [len(one) // 2 for one in sequences]
+        sequences += [np.array(begin + [next(numbers) for _ in range(length)], np.uint64) for length in completions]
+    trained = [len(sequence) // 2 for sequence in sequences]
     bins = balanced_clusters(sequences, trained, budget, ranks)
     tokens = [sum(merge([sequences[i] for i in members]).lengths) for members in bins]
     assert len(bins) % ranks == 0 and max(tokens) <= budget
     assert sorted(i for members in bins for i in members) == list(range(len(sequences)))
     _, sizes = clusters(sequences, trained, budget)
-    whole = [sum(sizes[cluster] for cluster in one) for one in balanced_bins(sizes, budget, ranks)]
+    whole = [sum(sizes[cluster] for cluster in pack) for pack in balanced_bins(sizes, budget, ranks)]
     assert sum(tokens[::ranks]) <= sum(whole[::ranks])
 
 

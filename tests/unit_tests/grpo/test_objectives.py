@@ -96,7 +96,7 @@ def rows_of(micro_batch: MicroBatch, samples: list[Sample], values: list[list[fl
         for sample, row in zip(samples, values, strict=True)
         for log_prob, value in zip(torch.tensor(sample.log_probs).tolist(), row, strict=True)
     }
-    return torch.tensor([table[one] for one in micro_batch.behaviour_log_probs.tolist()])
+    return torch.tensor([table[key] for key in micro_batch.behaviour_log_probs.tolist()])
 
 
 def ours(
@@ -234,10 +234,10 @@ def test_own_objective_by_name() -> None:
     assert ours(samples, policies, setting, False)[0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UserError, match="no_such_module"):
         load_objective("no_such_module:loss")
-    own = replace(load_objective(f"{__name__}:own_loss_of_sequences"), token_weights=NORMALIZERS["sequence"])
+    objective = replace(load_objective(f"{__name__}:own_loss_of_sequences"), token_weights=NORMALIZERS["sequence"])
     for budget in (10_000, 30):
-        theirs = ours(samples, policies, LossSettings(OBJECTIVES["gspo"], OPTIONS), False, budget, chunk=2)
-        assert ours(samples, policies, LossSettings(own, OPTIONS), False, budget, chunk=2) == theirs
+        reference = ours(samples, policies, LossSettings(OBJECTIVES["gspo"], OPTIONS), False, budget, chunk=2)
+        assert ours(samples, policies, LossSettings(objective, OPTIONS), False, budget, chunk=2) == reference
     with pytest.raises(UserError, match="must return a loss per token"):
         ours(samples, policies, LossSettings(load_objective(f"{__name__}:wrong_shape")), False)
 
@@ -247,9 +247,9 @@ def test_own_correction_by_name(decoupled: bool) -> None:
     samples = make_samples(6)
     policies = make_policies(samples, 6)
     plain = LossSettings(OBJECTIVES["reinforce"], OPTIONS, "none")
-    own = replace(plain, correction=f"{__name__}:own_correction")
-    (_, expected), (_, found) = (ours(samples, policies, setting, decoupled) for setting in (plain, own))
-    (micro_batch,) = pack(samples, own)
+    corrected = replace(plain, correction=f"{__name__}:own_correction")
+    (_, expected), (_, found) = (ours(samples, policies, setting, decoupled) for setting in (plain, corrected))
+    (micro_batch,) = pack(samples, corrected)
     lengths = torch.bincount(micro_batch.sequence)
     for number, key in zip(micro_batch.sequence.tolist(), micro_batch.behaviour_log_probs.tolist(), strict=True):
         weight = 0 if number == 0 else 2 if decoupled and lengths[number] < 4 else 1
@@ -263,11 +263,11 @@ def wrong_weights(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tens
 
 
 def own_advantage(rewards: list[torch.Tensor], tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [2 * one - one.max() - lengths for one, lengths in zip(rewards, tokens, strict=True)]
+    return [2 * reward - reward.max() - lengths for reward, lengths in zip(rewards, tokens, strict=True)]
 
 
 def wrong_advantage(rewards: list[torch.Tensor], tokens: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [one[:1] for one in rewards]
+    return [reward[:1] for reward in rewards]
 
 
 def test_own_advantage_by_name() -> None:

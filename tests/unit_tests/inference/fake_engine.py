@@ -97,9 +97,9 @@ class FakeEngine(Guarded):
         self.asleep: set[str] = set()
 
     async def server_info(self, _request: web.Request) -> web.Response:
-        said = {"version": "0.0", "tp_size": 1, "disable_radix_cache": True}
+        answer = {"version": "0.0", "tp_size": 1, "disable_radix_cache": True}
         options = ("enable-memory-saver", "enable-weights-cpu-backup")
-        return web.json_response({**said, **{name.replace("-", "_"): f"--{name}" in sys.argv for name in options}})
+        return web.json_response({**answer, **{name.replace("-", "_"): f"--{name}" in sys.argv for name in options}})
 
     async def model_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
@@ -176,7 +176,7 @@ class FakeEngine(Guarded):
         wanted = body["sampling_params"] if many else [body["sampling_params"]]
         if any(13 in prompt for prompt in prompts):
             return web.json_response({"error": {"message": "a token out of the vocabulary"}}, status=400)
-        answers = await asyncio.gather(*(self.sample(one, how) for one, how in zip(prompts, wanted, strict=True)))
+        answers = await asyncio.gather(*(self.sample(tokens, how) for tokens, how in zip(prompts, wanted, strict=True)))
         return web.json_response(answers if many else answers[0])
 
     async def sample(self, prompt: list[int], how: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +204,8 @@ class FakeEngine(Guarded):
                 "weight_version": self.label,
                 "weight_versions": spans,
                 "output_token_logprobs": rows,
-                "input_token_logprobs": [[None, prompt[0], None]] + [[-self.norms[0], one, None] for one in prompt[1:]],
+                "input_token_logprobs": [[None, prompt[0], None]]
+                + [[-self.norms[0], token, None] for token in prompt[1:]],
             },
         }
 

@@ -155,18 +155,18 @@ def test_who_asks_hears_that_it_drains(drained: bool) -> None:
     server = AgentServer(place, engine, engine, applier, "", "127.0.0.1", 5.0)  # type: ignore[arg-type]
     applier.apply(1, staged(0))
     engine.drained = drained
-    called, said = engine._called, {}
+    called, states = engine._called, {}
 
     def note(name: str) -> None:
         called(name)
-        said[name] = server.engine_state()
+        states[name] = server.engine_state()
 
     engine._called = note  # type: ignore[method-assign]
     applier.apply(1, staged(1))
-    assert said["prepare"] == ("ready", None)
-    assert said["pause wait"] == ("paused", "running requests finish before new weights come")
+    assert states["prepare"] == ("ready", None)
+    assert states["pause wait"] == ("paused", "running requests finish before new weights come")
     # One that did not drain in time has new requests wait, as without a drain.
-    assert said["load"][0] == ("paused" if drained else "ready")
+    assert states["load"][0] == ("paused" if drained else "ready")
     engine.fails["load"] = WeightsRefused("no")
     with pytest.raises(WeightsRefused):
         applier.apply(1, staged(2))
@@ -447,10 +447,10 @@ def test_an_engine_that_closes_its_port_and_stays_is_killed(tmp_path: Path, monk
             await asyncio.sleep(0.02)
         assert not ended.done() and watch.closed_s == 0
         listening.close()
-        said = await asyncio.wait_for(ended, 30)
+        cause = await asyncio.wait_for(ended, 30)
         assert process.pid is not None and psutil.pid_exists(process.pid)
         await process.stop(2.0)
-        return said
+        return cause
 
     try:
         assert "has closed its port but did not end within 0.5 s" in asyncio.run(work())

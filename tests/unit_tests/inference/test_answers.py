@@ -33,47 +33,49 @@ Make = Callable[[list[Completion], int], Any]
 
 
 def embedded(completions: list[Completion], prompt: int) -> Any:
-    return {"completions": [one.to_json() for one in completions]}
+    return {"completions": [completion.to_json() for completion in completions]}
 
 
 def vllm(completions: list[Completion], prompt: int) -> Any:
-    def choice(index: int, one: Completion) -> dict[str, Any]:
+    def choice(index: int, output: Completion) -> dict[str, Any]:
         rows = [
             {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
-            for token, value in zip(one.token_ids, one.log_probs, strict=True)
+            for token, value in zip(output.token_ids, output.log_probs, strict=True)
         ]
         experts = None
-        if one.routes is not None:
+        if output.routes is not None:
             file = io.BytesIO()
-            np.save(file, one.routes.experts.astype(np.int64))
+            np.save(file, output.routes.experts.astype(np.int64))
             experts = base64.b64encode(file.getvalue()).decode()
         return {
-            "index": index, "finish_reason": one.finish_reason,
-            "token_ids": one.token_ids, "logprobs": {"content": rows},
-            "weight_versions": labels(one), "sampling_mask": one.kept_token_ids, "routed_experts": experts,
+            "index": index, "finish_reason": output.finish_reason,
+            "token_ids": output.token_ids, "logprobs": {"content": rows},
+            "weight_versions": labels(output), "sampling_mask": output.kept_token_ids, "routed_experts": experts,
         }  # fmt: skip
 
-    return {"request_id": "r", "choices": [choice(*one) for one in reversed(list(enumerate(completions)))]}
+    return {"request_id": "r", "choices": [choice(*pair) for pair in reversed(list(enumerate(completions)))]}
 
 
 def sglang(completions: list[Completion], prompt: int) -> Any:
-    def sample(one: Completion) -> dict[str, Any]:
-        pair = one.token_ids, one.log_probs
+    def sample(out: Completion) -> dict[str, Any]:
+        pair = out.token_ids, out.log_probs
         about: dict[str, Any] = {
-            "finish_reason": {"type": one.finish_reason}, "weight_version": "e/1", "weight_versions": labels(one),
+            "finish_reason": {"type": out.finish_reason}, "weight_version": "e/1", "weight_versions": labels(out),
             "output_token_logprobs": [[value, token, None] for token, value in zip(*pair, strict=True)],
         }  # fmt: skip
-        if one.kept_token_ids is not None:
-            about |= {"output_token_sampling_logprobs": one.log_probs, "output_token_sampling_mask": one.kept_token_ids}
-        if one.routes is not None:
-            about["routed_experts"] = base64.b64encode(one.routes.experts.astype("<i4").tobytes()).decode()
-        return {"output_ids": one.token_ids, "meta_info": about}
+        if out.kept_token_ids is not None:
+            about |= {"output_token_sampling_logprobs": out.log_probs, "output_token_sampling_mask": out.kept_token_ids}
+        if out.routes is not None:
+            about["routed_experts"] = base64.b64encode(out.routes.experts.astype("<i4").tobytes()).decode()
+        return {"output_ids": out.token_ids, "meta_info": about}
 
-    return [sample(one) for one in completions]
+    return [sample(completion) for completion in completions]
 
 
 def labels(completion: Completion) -> list[dict[str, Any]]:
-    return [{"version": f"{one.epoch}/{one.version}", "start": one.start, "end": one.end} for one in completion.spans]
+    return [
+        {"version": f"{span.epoch}/{span.version}", "start": span.start, "end": span.end} for span in completion.spans
+    ]
 
 
 ENGINES: dict[str, Make] = {"embedded": embedded, "vllm": vllm, "sglang": sglang}
@@ -125,13 +127,13 @@ def test_the_longest_honest_answer_is_read_whole(
 
 def test_limits_follow_from_the_request() -> None:
     """Twice as much of anything that is asked for, and what comes with it, allows twice as much; nothing else does."""
-    one, two = generated_bytes(request(1, 1000)), generated_bytes(request(1, 2000))
-    assert two - one == 1000 * answers.TOKEN_BYTES and one < 1 << 19
+    base_limit, two = generated_bytes(request(1, 1000)), generated_bytes(request(1, 2000))
+    assert two - base_limit == 1000 * answers.TOKEN_BYTES and base_limit < 1 << 19
     assert generated_bytes(request(16, 32768)) < 1 << 28
-    assert generated_bytes(request(2, 1000)) - one == one - answers.ANSWER_BYTES
-    assert generated_bytes(request(1, 1000, top_p=0.9, top_k=2)) - one == 2000 * answers.KEPT_BYTES
-    assert generated_bytes(request(1, 1000, routes=True), 7) - one == 1003 * 7 * answers.EXPERT_BYTES
-    assert generated_bytes(request(1, 1000), 7) == one
+    assert generated_bytes(request(2, 1000)) - base_limit == base_limit - answers.ANSWER_BYTES
+    assert generated_bytes(request(1, 1000, top_p=0.9, top_k=2)) - base_limit == 2000 * answers.KEPT_BYTES
+    assert generated_bytes(request(1, 1000, routes=True), 7) - base_limit == 1003 * 7 * answers.EXPERT_BYTES
+    assert generated_bytes(request(1, 1000), 7) == base_limit
     assert generated_bytes(request(10**6, 10**6)) == answers.MAX_ANSWER_BYTES
     assert scored_bytes(200) - scored_bytes(100) == 100 * answers.TOKEN_BYTES
 

@@ -45,7 +45,7 @@ def trained(steps: int, offload_at: int | None) -> list[torch.Tensor]:
             del moments
             offload.away()
             offload.away()
-            assert all(one() is None for one in on_device)
+            assert all(reference() is None for reference in on_device)
             # A checkpoint may be written meanwhile.
             assert all(map(torch.equal, before, [state["exp_avg"] for state in optimizer.state.values()]))
             offload.back()
@@ -295,8 +295,8 @@ def test_options_of_the_engine_go_over_ours() -> None:
     assert on_gpu["gpu_memory_utilization"] == 0.038 and "kv_cache_memory_bytes" not in on_gpu
     config.inference.engine.memory_gb = 1.0
     for device_bytes in (None, 80 * GIB):
-        told = engine_arguments(config, EngineMemory(GIB, GIB, GIB, GIB, 1), device_bytes)
-        assert told["kv_cache_memory_bytes"] == GIB
+        options = engine_arguments(config, EngineMemory(GIB, GIB, GIB, GIB, 1), device_bytes)
+        assert options["kv_cache_memory_bytes"] == GIB
     assert on_gpu["enable_sleep_mode"] is False
     assert on_gpu["hf_overrides"] == {"head_dtype": "float32"} and "hf_overrides" not in arguments
 

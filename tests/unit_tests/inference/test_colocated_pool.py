@@ -39,7 +39,7 @@ async def test_requests_wait_for_their_version() -> None:
     assert command.label == "e1-x/4"
     name = command.requests[0][0].request_id
     waiting.finish_round([ReplicaAnswer(name, [completion("a.0"), completion("a.1")])])
-    assert [one.token_ids for one in await task] == [[0], [1]]
+    assert [sample.token_ids for sample in await task] == [[0], [1]]
     assert not waiting.wanted(4)
 
 
@@ -50,7 +50,7 @@ async def test_the_least_loaded_replica_gets_a_whole_group() -> None:
     await asyncio.sleep(0)
     first = shared.begin_round(0)
     # 3 | 1 1 1 and then one group more than fits on each side; the last waits.
-    assert [[one.sampling.n for one in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
+    assert [[query.sampling.n for query in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
     shared.finish_round([])
     assert names(shared.begin_round(0)) == [0, 0]
     await shared.close()

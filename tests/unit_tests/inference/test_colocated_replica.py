@@ -108,7 +108,7 @@ def test_a_group_comes_back_whole_and_in_order() -> None:
     assert made.run(Round(LABEL, 1, [[]])) == []
     answers = made.run(Round(LABEL, 5, [[]]))
     assert answers is not None
-    assert [one.token_ids for one in answers[0].completions] == [[0], [1], [2]]
+    assert [sample.token_ids for sample in answers[0].completions] == [[0], [1], [2]]
 
 
 def test_a_refused_request_leaves_the_others_alone() -> None:

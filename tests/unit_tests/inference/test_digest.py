@@ -89,8 +89,8 @@ def test_one_flipped_bit_of_one_element_is_found_and_named(
     assert differing_parameters(proof, live, staged) == name
     # Once staging memory is another version's, it is narrowed down to a bucket.
     gone = ExpectedChecksums(layout, proof.checksum_tables, lambda: False)
-    said = differing_parameters(gone, live, values(seed=5))
-    assert "bucket" in said and name in said
+    difference = differing_parameters(gone, live, values(seed=5))
+    assert "bucket" in difference and name in difference
 
 
 def test_values_that_compare_equal_or_never_are_compared_by_their_bits() -> None:
@@ -113,7 +113,7 @@ def test_a_wider_engine_is_verified_and_a_narrower_one_says_that_it_cannot_be() 
     with pytest.raises(Unverifiable, match="embed is sent as float32 and rounded to torch.bfloat16"):
         differing_parameters(proof, as_held(values(), torch.bfloat16), values())
     with pytest.raises(Unverifiable, match="the engine has no up of shape"):
-        differing_parameters(proof, {name: one for name, one in values().items() if name != "up"}, values())
+        differing_parameters(proof, {name: tensor for name, tensor in values().items() if name != "up"}, values())
     with pytest.raises(CheckStopped):
         differing_parameters(proof, values(), values(), lambda: True)
 
@@ -142,17 +142,17 @@ def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
 
 
 def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = threading.Event()
+    event = threading.Event()
 
     def slow(_proof: Any, _live: Any, _staged: Any, stop: Callable[[], bool]) -> str:
-        begun.set()
+        event.set()
         until(stop)
         raise CheckStopped
 
     monkeypatch.setattr("torchtitan.inference.engines.embedded.weights.differing_parameters", slow)
     verifier = Verifier(1, values, lambda *_: pytest.fail("nothing is torn"))
     verifier.applied(staged_version(0, values()))
-    assert begun.wait(PATIENCE_S)
+    assert event.wait(PATIENCE_S)
     started = time.monotonic()
     verifier.finish(0.2)
     assert time.monotonic() - started >= 0.2

@@ -35,7 +35,7 @@ class Served:
 
     def __init__(self, directory: Path, rows: int, drain_timeout_s: float, activity: Path | None = None):
         self.engine = Engine(load_policy(directory), rows, 400, ())
-        self.weights = {name: one.detach().clone() for name, one in load_policy(directory).named_parameters()}
+        self.weights = {name: tensor.detach().clone() for name, tensor in load_policy(directory).named_parameters()}
         self.go = threading.Semaphore(0)
         self.free = False
         step = self.engine.step
@@ -83,9 +83,9 @@ def serve(tiny_checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Served
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
-        assert not one.failures
+    for served in made:
+        served.close()
+        assert not served.failures
 
 
 def request(name: str, max_tokens: int, n: int = 1) -> GenerateRequest:
@@ -93,7 +93,7 @@ def request(name: str, max_tokens: int, n: int = 1) -> GenerateRequest:
 
 
 def versions(completions: list[Completion]) -> list[list[tuple[int, int, int]]]:
-    return [[(span.version, span.start, span.end) for span in one.spans] for one in completions]
+    return [[(span.version, span.start, span.end) for span in completion.spans] for completion in completions]
 
 
 def test_started_requests_end_under_their_version_and_queued_ones_start_under_the_new(
@@ -146,7 +146,7 @@ def test_at_the_deadline_weights_change_in_flight(serve: Callable[..., Served]) 
             assert (before, start, after, end) == (1, 0, 2, 300) and 0 < cut == again < 300
         assert versions(await queued) == [[(2, 0, 4)]]
         # The staleness gate counts from the oldest token: the cut request is of version 1, the queued one of 2.
-        assert {sample_version(one.spans) for one in await endless} == {1}
+        assert {sample_version(completion.spans) for completion in await endless} == {1}
         assert sample_version((await queued)[0].spans) == 2
 
     asyncio.run(scenario())
@@ -209,10 +209,10 @@ def test_no_request_is_lost_and_none_mixes_versions(
                 await asyncio.sleep(0.002)
                 ordered.append(served.apply(number + 2))
         for answer, (tokens, n) in zip(await asyncio.gather(*tasks), requests, strict=True):
-            assert [len(one.token_ids) for one in answer] == [tokens] * n
+            assert [len(completion.token_ids) for completion in answer] == [tokens] * n
             # All samples of a group come from one version, whole.
-            assert len({span.version for one in answer for span in one.spans}) == 1
-            assert all(len(one.spans) == 1 and one.finish_reason == "length" for one in answer)
+            assert len({span.version for completion in answer for span in completion.spans}) == 1
+            assert all(len(completion.spans) == 1 and completion.finish_reason == "length" for completion in answer)
         for update in ordered:
             await asyncio.wrap_future(update)
 

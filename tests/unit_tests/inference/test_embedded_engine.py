@@ -61,14 +61,14 @@ def trainer_log_probs(
     ids: list[int] = []
     lengths, places = [], []
     rows: list[list[int]] = []
-    for one, completions in zip(asked, answers, strict=True):
+    for request, completions in zip(asked, answers, strict=True):
         for completion in completions:
-            start = len(ids) + len(one.prompt_ids) - 1
+            start = len(ids) + len(request.prompt_ids) - 1
             places.append(slice(start, start + len(completion.token_ids)))
-            ids += one.prompt_ids + completion.token_ids
-            lengths.append(len(one.prompt_ids) + len(completion.token_ids))
+            ids += request.prompt_ids + completion.token_ids
+            lengths.append(len(request.prompt_ids) + len(completion.token_ids))
             kept = completion.kept_token_ids or [[]] * len(completion.token_ids)
-            rows += [[]] * (len(one.prompt_ids) - 1) + kept + [[]]
+            rows += [[]] * (len(request.prompt_ids) - 1) + kept + [[]]
     keep = KeptTokens(
         torch.tensor([0] + [len(row) for row in rows]).cumsum(0), torch.tensor([i for row in rows for i in row]).long()
     )
@@ -100,7 +100,7 @@ def assert_equal_where_it_can_be(
     engine: Engine, got: list[Completion], expected: list[torch.Tensor], largest: float
 ) -> None:
     """Log-probs equal to the last bit where the processor allows it, else as far apart as roundings bring them."""
-    difference = (torch.cat([torch.tensor(one.log_probs) for one in got]) - torch.cat(expected)).abs().max().item()
+    difference = (torch.cat([torch.tensor(reply.log_probs) for reply in got]) - torch.cat(expected)).abs().max().item()
     print(f"{torch.get_num_threads()} thread(s), {engine.sizes}: largest difference {difference:.1e}")
     assert difference <= (forward_rounding(engine.args, largest) if engine.sizes.unmet else 0.0)
 
@@ -121,7 +121,7 @@ def test_log_probs_equal_the_trainers(
         answers = engine.generate(asked)
         expected, largest = trainer_log_probs(trainer, asked, answers)
         assert largest > 12
-        assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
+        assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], expected, largest)
 
 
 @pytest.mark.slow
@@ -150,27 +150,27 @@ def test_log_probs_of_other_shapes_equal_the_trainers(
         vocab_size=1000,
     )
     trainer, policy = Decoder(args), Decoder(args)
-    for one in (trainer, policy):
-        one.initialize_weights(seed=1, std=0.1)
+    for model in (trainer, policy):
+        model.initialize_weights(seed=1, std=0.1)
     asked = [request(str(length), [(7 * i) % 1000 for i in range(length)], 20, n=2) for length in lengths]
     engine = Engine(policy, 16, 1200, ())
     answers = engine.generate(asked)
     expected, largest = trainer_log_probs(trainer, asked, answers)
-    assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
+    assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], expected, largest)
 
 
 def test_a_token_alone_has_the_log_prob_it_has_in_company(tiny_checkpoint: Callable[..., Path]) -> None:
     """In the trainer's packs as in the engine's steps, whose products would have one row instead of many."""
     trainer = load_policy(tiny_checkpoint())
     asked = [request("short", [5], 6), *requests(6)]
-    answers = [Engine(load_policy(tiny_checkpoint()), 4, 64, ()).generate([one])[0] for one in asked]
+    answers = [Engine(load_policy(tiny_checkpoint()), 4, 64, ()).generate([item])[0] for item in asked]
     together, largest = trainer_log_probs(trainer, asked, answers)
     engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
-    assert_equal_where_it_can_be(engine, [one for group in answers for one in group], together, largest)
-    for one, group, expected in zip(asked, answers, together, strict=True):
+    assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], together, largest)
+    for query, group, expected in zip(asked, answers, together, strict=True):
         for first in (1, 2, 5):
             short = Completion(group[0].token_ids[:first], group[0].log_probs[:first], "length", [])
-            alone, _ = trainer_log_probs(trainer, [one], [[short]])
+            alone, _ = trainer_log_probs(trainer, [query], [[short]])
             assert_equal_where_it_can_be(engine, [short], alone, largest)
             assert torch.equal(alone[0], expected[:first]) or engine.sizes.unmet
 
@@ -181,13 +181,13 @@ def test_group_shares_one_prefill_and_gets_what_single_samples_get(tiny_checkpoi
     assert engine.statistics.prefilled_tokens == sum(map(len, PROMPTS))
     # A sample's stream is (seed, index): its neighbours, the queue and the rows it gets change nothing.
     cramped = Engine(load_policy(tiny_checkpoint()), 4, 128, ())
-    assert [[one.token_ids for one in group] for group in cramped.generate(requests(16, n=6))] == [
-        [one.token_ids for one in group] for group in together
+    assert [[completion.token_ids for completion in group] for group in cramped.generate(requests(16, n=6))] == [
+        [completion.token_ids for completion in group] for group in together
     ]
     for asked, group in zip(requests(16, n=2), together, strict=True):
         (alone,) = engine.generate([asked])
-        assert [one.token_ids for one in alone] == [one.token_ids for one in group[:2]]
-    assert len({tuple(one.token_ids) for one in together[0]}) == 6
+        assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in group[:2]]
+    assert len({tuple(completion.token_ids) for completion in together[0]}) == 6
     assert engine.generate([request("x", PROMPTS[0], 16, seed=1)])[0][0].token_ids != together[0][0].token_ids
 
 
@@ -195,7 +195,7 @@ def test_stop_tokens_and_length(tiny_checkpoint: Callable[..., Path]) -> None:
     policy = load_policy(tiny_checkpoint())
     engine = Engine(policy, 8, 64, ())
     (free,) = engine.generate([request("free", PROMPTS[0], 20, n=8)])
-    assert all(one.finish_reason == "length" and len(one.token_ids) == 20 for one in free)
+    assert all(completion.finish_reason == "length" and len(completion.token_ids) == 20 for completion in free)
     stop = free[0].token_ids[5]
     for ending in ({"stop_token_ids": [stop]}, {}):
         other = engine if ending else Engine(policy, 8, 64, (stop,))
@@ -227,9 +227,9 @@ def test_weights_change_in_flight(tiny_checkpoint: Callable[..., Path]) -> None:
             done.update(engine.step())
         for completion in done["a"]:
             # A step at admission gives two tokens, every later one gives one.
-            spans = [(one.epoch, one.version, one.start, one.end) for one in completion.spans]
+            spans = [(span.epoch, span.version, span.start, span.end) for span in completion.spans]
             assert spans == [("e", 3, 0, 5), ("e", 5, 5, 12)]
-        assert [(one.version, one.start, one.end) for one in done["b"][0].spans] == [(5, 0, 4)]
+        assert [(span.version, span.start, span.end) for span in done["b"][0].spans] == [(5, 0, 4)]
         first = done["a"][0]
         ids = torch.tensor([PROMPTS[2] + first.token_ids])
         with torch.no_grad():
@@ -269,7 +269,7 @@ def test_waiting_samples_never_reuse_an_older_prompt(tiny_checkpoint: Callable[.
                 prompts = len(PROMPTS[0]) + len(PROMPTS[1])
                 assert engine.statistics.prefilled_tokens == prompts + (len(PROMPTS[1]) if update else 0)
         (fresh,) = Engine(new if update else old, 8, 64, ()).generate([request("a", PROMPTS[1], 12, n=5)])
-        assert [one.token_ids for one in done["a"][2:]] == [one.token_ids for one in fresh[2:]]
+        assert [sample.token_ids for sample in done["a"][2:]] == [sample.token_ids for sample in fresh[2:]]
 
 
 def test_bad_versions_are_refused_and_half_applied_ones_poison(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -344,7 +344,7 @@ def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
     done = {}
     while engine.busy:
         done.update(engine.step())
-    assert [one.token_ids for one in done["kept"]] == [one.token_ids for one in expected]
+    assert [completion.token_ids for completion in done["kept"]] == [completion.token_ids for completion in expected]
     with pytest.raises(TooLong, match="max_length 64"):
         engine.submit(request("x", PROMPTS[0], 62))
     engine.submit(request("twice", PROMPTS[0]))
@@ -412,7 +412,7 @@ def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) 
     asked = requests(8, n=2)
     answers = Engine(policy, 8, 64, ()).generate(asked)
     expected, _ = trainer_log_probs(load_policy(tiny_checkpoint(), torch.bfloat16), asked, answers)
-    got = [torch.tensor(one.log_probs) for completions in answers for one in completions]
+    got = [torch.tensor(completion.log_probs) for completions in answers for completion in completions]
     assert (torch.cat(got) - torch.cat(expected)).abs().mean() < 0.1
 
 

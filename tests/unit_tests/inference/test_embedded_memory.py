@@ -57,7 +57,7 @@ def test_dropped_weights_serve_nothing_before_a_version_has_come(
             # As the verification of versions does, which then cannot be resized any more.
             parameter.numpy()
         assert engine.sleep(2)
-        assert all(one.untyped_storage().nbytes() == 0 for one in engine.policy.parameters())
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.policy.parameters())
         engine.wake(["weights", "kv_cache"])
         with pytest.raises(Poisoned):
             engine.generate([request("a", PROMPTS[0])])
@@ -68,11 +68,11 @@ def test_dropped_weights_serve_nothing_before_a_version_has_come(
 
 def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) -> None:
     free = Engine(load_policy(tiny_checkpoint()), 64, 256, ())
-    expected = [[one.token_ids for one in group] for group in free.generate(requests(40, n=4))]
+    expected = [[completion.token_ids for completion in group] for group in free.generate(requests(40, n=4))]
     # Room for two rows of the longest request, or as many as a forward takes at least.
     limit = free._cache.bytes_of(2, 80)
     engine = Engine(load_policy(tiny_checkpoint()), 64, 256, (), cache_bytes=limit)
-    assert [[one.token_ids for one in group] for group in engine.generate(requests(40, n=4))] == expected
+    assert [[completion.token_ids for completion in group] for group in engine.generate(requests(40, n=4))] == expected
     assert engine._cache.bytes_of(engine._cache.rows, engine._cache.length) <= limit
     with pytest.raises(TooLong, match="cache"):
         engine.submit(request("a", PROMPTS[0], 250))

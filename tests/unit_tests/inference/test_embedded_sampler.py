@@ -25,7 +25,7 @@ def test_sampled_tokens_follow_the_exact_distribution(tiny_checkpoint: Callable[
     engine = Engine(policy, 512, 64, ())
     samples = 4096
     groups = engine.generate([request("a", PROMPTS[2], 1, n=samples, temperature=1.3, seed=3)])
-    counts = np.bincount([one.token_ids[0] for one in groups[0]], minlength=len(exact))
+    counts = np.bincount([completion.token_ids[0] for completion in groups[0]], minlength=len(exact))
     expected = exact * samples
     common = expected >= 5
     chi = ((counts - expected)[common] ** 2 / expected[common]).sum()

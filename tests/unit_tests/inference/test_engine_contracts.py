@@ -218,7 +218,7 @@ def check_names(body: dict[str, Any], known: dict[str, bool], where: str) -> Non
 def is_a(value: Any, kind: str) -> bool:
     """As 0.5.23's decoder judges."""
     if kind == "integers":
-        return isinstance(value, list) and all(is_a(one, "integer") for one in value)
+        return isinstance(value, list) and all(is_a(item, "integer") for item in value)
     if kind == "number":
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "integer":
@@ -246,10 +246,10 @@ def test_sglang_admits_all_that_it_is_asked(request_: GenerateRequest) -> None:
             if (kind := SGLANG_GENERATE[name]) == "sampling":
                 for sampling in value if many else [value]:
                     check_names(sampling, dict.fromkeys(SGLANG_SAMPLING, False), "sampling_params")
-                    wrong = {key for key, one in sampling.items() if not is_a(one, SGLANG_SAMPLING[key])}
+                    wrong = {key for key, setting in sampling.items() if not is_a(setting, SGLANG_SAMPLING[key])}
                     assert not wrong, {key: sampling[key] for key in wrong}
             else:
-                assert all(is_a(one, kind) for one in (value if name == "input_ids" and many else [value])), name
+                assert all(is_a(item, kind) for item in (value if name == "input_ids" and many else [value])), name
 
 
 # Orders
@@ -374,20 +374,20 @@ def test_engines_know_the_options_that_they_are_started_with(
     for route, kv, dtype in changes:
         asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5, "dtype": dtype})
         words, environment = vllm_engine.ENGINE.command(asked)
-        theirs = [*serve.OWN_OPTIONS, *words[words.index("--") + 1 :]]
-        assert option_names(theirs) <= VLLM_OPTIONS
+        arguments = [*serve.OWN_OPTIONS, *words[words.index("--") + 1 :]]
+        assert option_names(arguments) <= VLLM_OPTIONS
         assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
         # bfloat16 logits would be further from the trainer's than weights that are one version old.
         exact = gpu and asked.dtype == "bfloat16"
-        assert (json.dumps({"head_dtype": "float32"}) in theirs) is exact
+        assert (json.dumps({"head_dtype": "float32"}) in arguments) is exact
         words, environment = sglang_engine.ENGINE.command(asked)
-        theirs = words[words.index("--") + 1 :]
-        assert option_names(theirs) <= SGLANG_OPTIONS and ("--enable-fp32-lm-head" in theirs) is exact
+        arguments = words[words.index("--") + 1 :]
+        assert option_names(arguments) <= SGLANG_OPTIONS and ("--enable-fp32-lm-head" in arguments) is exact
         # Neither the weights nor the labels of a step that is under way may change.
-        assert ("--disable-overlap-schedule" in theirs) is (not gpu or kv == "keep")
+        assert ("--disable-overlap-schedule" in arguments) is (not gpu or kv == "keep")
         assert environment["SGLANG_RUST_SERVER"] == "0"
         # A CPU is also the trainer's.
-        assert ("--sleep-on-idle" in theirs) is (not gpu)
+        assert ("--sleep-on-idle" in arguments) is (not gpu)
 
 
 # Answers
@@ -423,7 +423,7 @@ IMPOSSIBLE: dict[str, tuple[Completion, str]] = {
 def read_samples(engine: str, sent_samples: list[Completion], top_k: int | None = None) -> list[Completion]:
     """What the run gets of an engine's answer; `colocated` hands over completions in the process."""
     if top_k is None:
-        top_k = 40 if any(one.kept_token_ids for one in sent_samples) else 0
+        top_k = 40 if any(sample.kept_token_ids for sample in sent_samples) else 0
     asked = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
     if engine == "colocated":
         (answer,) = decode_answers(encode_answers([ReplicaAnswer("r", sent_samples)]))
@@ -567,9 +567,11 @@ def test_an_engine_that_computes_another_policy_is_named_with_figure_and_bound_w
             for completion in received:
                 completion.actor, completion.asked_at = f"{engine}-{index % 2}", 0
             branches = [[Branch([Given(request.prompt_ids), completion])] for completion in received]
-            groups.append(Group(index, [Sample(one, "stop", reward=0.5 * place) for place, one in enumerate(branches)]))
+            groups.append(
+                Group(index, [Sample(branch, "stop", reward=0.5 * place) for place, branch in enumerate(branches)])
+            )
         figures = trainer.train_batch(Batch(0, groups)).actors
-        assert figures.keys() == {f"{engine}-0", f"{engine}-1"} and all(one.tokens > 64 for one in figures.values())
+        assert figures.keys() == {f"{engine}-0", f"{engine}-1"} and all(actor.tokens > 64 for actor in figures.values())
         for reason in mismatch.judge_actors(config, figures, 0).values():
             assert bool(reason) is deviation.caught
             if reason:

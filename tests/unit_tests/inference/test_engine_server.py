@@ -154,8 +154,8 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def leave_socket(folder: Path) -> None:
     """As vLLM makes them; nobody unlinks it."""
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(folder / str(uuid.uuid4())))
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.bind(str(folder / str(uuid.uuid4())))
 
 
 def test_an_engines_folder_is_its_own_and_is_removed_with_the_sockets_that_the_engine_left(temporary: Path) -> None:
@@ -174,10 +174,10 @@ def test_another_machines_folder_is_left_alone(temporary: Path, monkeypatch: pyt
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with importlib.reload(module).engine_folder():
         assert others.is_dir() and len(list(temporary.iterdir())) == 2
-    own = temporary / f"{module.FOLDER_PREFIX}12345678"
-    own.mkdir()
+    local_folder = temporary / f"{module.FOLDER_PREFIX}12345678"
+    local_folder.mkdir()
     with module.engine_folder():
-        assert others.is_dir() and not own.exists()
+        assert others.is_dir() and not local_folder.exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, None])

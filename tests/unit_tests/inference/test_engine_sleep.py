@@ -148,7 +148,7 @@ def test_sglang_gives_memory_back_only_idle_and_paused(serve: Callable[[Server],
     control.wake("weights")
     control.wake("kv_cache")
     control.resume()
-    wakes = [one for one in server.asked if one.startswith("/resume_")]
+    wakes = [path for path in server.asked if path.startswith("/resume_")]
     assert wakes == [f'/resume_memory_occupation {{"tags": ["{tag}"]}}' for tag in ("weights", "weights", "kv_cache")]
     assert not server.dead and not server.asleep and not server.paused
 

@@ -129,7 +129,7 @@ def test_engines_for_cuda_13_need_its_driver(
     config.inference.backend, config.inference.engine.python = "vllm", environments("engine", "2.30.7")
     check = Check(config, 1, planning=False)
     check_inference(check)
-    assert any("driver of 580 or newer: this is 570" in one.text for one in check.problems) is (driver[:3] == "570")
+    assert any("driver of 580 or newer: this is 570" in issue.text for issue in check.problems) is (driver[:3] == "570")
 
 
 def test_nccl_needs_engines_that_receive_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_nccl_needs_engines_that_receive_on_their_gpu(monkeypatch: pytest.Monkey
         config.inference.engine.tensor_parallel_size = inference.get("tensor_parallel_size", 1)
         check = Check(config, 1, planning=True)
         check_inference(check)
-        return any("NCCL goes from GPU to GPU" in one.text for one in check.problems)
+        return any("NCCL goes from GPU to GPU" in issue.text for issue in check.problems)
 
     assert not refused("cuda")
     for others in ({"tensor_parallel_size": 2}, {"backend": "sglang"}, {"backend": "embedded"}):
@@ -160,4 +160,4 @@ def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPat
         config.inference.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
         check = Check(config, 1, planning=True)
         check_inference(check)
-        assert any("see only their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)
+        assert any("see only their own GPUs" in issue.text for issue in check.problems) is (device == "cuda" and apart)

@@ -105,9 +105,9 @@ async def test_a_server_of_another_kind_ends_the_run_at_its_start(checkpoint: Pa
         with pytest.raises(UserError) as caught:
             await pool.start()
         await pool.close()
-    said = str(caught.value)
-    assert said.startswith(f"inference.servers: {url} cannot sample for this run: its dtype is bfloat16, and")
-    assert "its log-probs is raw_logprobs, and this job needs processed" in said and "0.32.0" in said
+    message = str(caught.value)
+    assert message.startswith(f"inference.servers: {url} cannot sample for this run: its dtype is bfloat16, and")
+    assert "its log-probs is raw_logprobs, and this job needs processed" in message and "0.32.0" in message
 
 
 @asynchronous

@@ -226,11 +226,11 @@ def test_rounding_passes_and_more_does_not(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
-    async def scenario(pool: InferencePool, one: Liar, other: Liar) -> None:
-        one.noise = other.noise = 1.0
+    async def scenario(pool: InferencePool, actor: Liar, other: Liar) -> None:
+        actor.noise = other.noise = 1.0
         for version in range(3):
             pool.answers.expect(version, IDS, truth(version))
-            one.says = other.says = version
+            actor.says = other.says = version
             await eventually(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
         await eventually(lambda: set(pool.actors.values()) == {"given_up"})
         with pytest.raises(UserError, match="no inference actor is left .*stale or torn"):
@@ -332,11 +332,11 @@ def test_a_mixture_in_bfloat16_passes_the_probe_also_with_experts_of_its_own_cho
         exact = log_probs_of(policy, token_ids)
         routes = torch.stack(chosen, 1)
         policy.bfloat16()
-        own, replayed = (
+        rerouted, replayed = (
             parity.mean_difference(exact, log_probs_of(policy, token_ids, given))[0] for given in (None, routes)
         )
         assert replayed * math.sqrt(2) < parity._rounding(config)
-        assert own * math.sqrt(2) < parity.probe_tolerance(config)
+        assert rerouted * math.sqrt(2) < parity.probe_tolerance(config)
         policy.get_parameter("model.layers.1.self_attn.o_proj.weight").data.neg_()
         torn = max(torn, parity.mean_difference(exact, log_probs_of(policy, token_ids))[0])
     assert torn > 2 * parity.probe_tolerance(config)
@@ -391,8 +391,8 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
             asked.append(request)
             values = logits / self.reports_at
             log_prob = values[5] - np.logaddexp.reduce(values if kept is None else values[kept])
-            one = Completion([5], [float(log_prob)], "length", [VersionSpan("e", self.says, 0, 1)])
-            return [replace(one, kept_token_ids=None if kept is None else [kept]) for _ in range(request.sampling.n)]
+            sample = Completion([5], [float(log_prob)], "length", [VersionSpan("e", self.says, 0, 1)])
+            return [replace(sample, kept_token_ids=None if kept is None else [kept]) for _ in range(request.sampling.n)]
 
     async def scenario(pool: InferencePool, honest: Sampler, raw: Sampler) -> None:
         raw.reports_at = 1.0
@@ -409,7 +409,7 @@ def test_what_an_actor_says_of_its_samples_is_probed_at_the_runs_temperature(
     differ = of(events, "log_probs_differ")[0]
     assert differ["actor"] == "actor-1" and differ["difference"] > differ["bound"] > 0
     assert "processed_logprobs" in of(events, "actor_evicted")[0]["reason"]
-    assert {(len(one.prompt_ids), one.sampling.temperature, one.sampling.max_tokens) for one in asked} == {
+    assert {(len(probe.prompt_ids), probe.sampling.temperature, probe.sampling.max_tokens) for probe in asked} == {
         (length, 0.5, 1) for length in (1, 2, 3, 4)
     }
 
@@ -483,8 +483,8 @@ def test_a_malformed_answer_to_the_probe_is_reported_at_once_and_the_second_evic
 
     events = run(tmp_path, make_config(), scenario)
     reason = "its answer to the probe cannot be right: the log-prob of token 2 is -9999"
-    said, differ = of(events, "weights_not_verified")[0], of(events, "weights_differ")[0]
-    assert (said["actor"], said["reason"]) == ("actor-1", reason) == (differ["actor"], differ["reason"])
+    unverified, differ = of(events, "weights_not_verified")[0], of(events, "weights_differ")[0]
+    assert (unverified["actor"], unverified["reason"]) == ("actor-1", reason) == (differ["actor"], differ["reason"])
     assert of(events, "actor_evicted")[0]["reason"] == reason and not of(events, "parity_guard_failed")
 
 

@@ -79,8 +79,8 @@ def test_turns_compute_what_is_new_and_are_what_the_trainer_computes(
         num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=head_dim, vocab_size=300,
     )  # fmt: skip
     trainer, policy = Decoder(args), Decoder(args)
-    for one in (trainer, policy):
-        one.initialize_weights(seed=1, std=0.1)
+    for model in (trainer, policy):
+        model.initialize_weights(seed=1, std=0.1)
     engine = Engine(policy, 16, 1024, ())
     played = play(engine, args.vocab_size, prompt, turns)
     check_log_probs(engine, trainer, played)
@@ -145,7 +145,7 @@ def test_memory_stays_within_the_limit_and_rows_come_first(tiny_checkpoint: Call
 
     policy.model.register_forward_pre_hook(watch)
     played = play(engine, 90)
-    assert [one.token_ids for _, one in played] == [one.token_ids for _, one in expected]
+    assert [completion.token_ids for _, completion in played] == [completion.token_ids for _, completion in expected]
     assert 0 < most <= limit
     engine.sleep(1)
     assert engine._rows.prefixes._bytes == 0 and engine._rows.prefixes.find(np.array(played[0][0]))[0] is None

@@ -89,10 +89,10 @@ def test_states_of_older_weights_are_kept_or_computed_anew(checkpoint: Path, kep
         finished = engine.step()
     trainer.load_state_dict(newer, strict=False)
     for completion in finished[0][1]:
-        own = _trainers(trainer, prompt, completion)
+        recomputed = _trainers(trainer, prompt, completion)
         assert [(span.version, span.start) for span in completion.spans] == [(0, 0), (1, 21)]
         # Sampled from the states that the update found, or from new ones.
-        assert (completion.log_probs[21:] == own[21:]) != kept
+        assert (completion.log_probs[21:] == recomputed[21:]) != kept
     # Whoever begins after the update gets nothing older.
     (after,) = engine.generate([_asked("b", prompt, 8)])[0]
     assert after.log_probs == _trainers(trainer, prompt, after)

@@ -74,10 +74,10 @@ def test_an_engine_is_where_its_agent_is() -> None:
 def test_sglang_gets_each_sample_with_its_seed() -> None:
     call = SGLANG.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1]))
     assert call.path == "/generate" and call.body["input_ids"] == [[5, 6, 7]] * 3
-    seeds = [one["sampling_seed"] for one in call.body["sampling_params"]]
+    seeds = [sampling["sampling_seed"] for sampling in call.body["sampling_params"]]
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
     again = SGLANG.generate(request(n=2, seed=5)).body["sampling_params"]
-    assert [one["sampling_seed"] for one in again] == seeds[:2]
+    assert [sampling["sampling_seed"] for sampling in again] == seeds[:2]
     assert call.body["sampling_params"][0]["ignore_eos"] is False and again[0]["ignore_eos"] is True
     assert call.body["sampling_params"][0]["top_k"] == -1 and call.body["return_sampling_mask"] is False
     truncated = SGLANG.generate(request(top_p=0.9, top_k=10**6)).body

@@ -160,7 +160,7 @@ def test_sleeping_actors_get_no_requests_until_they_are_awake(tmp_path: Path) ->
         await pool.wake("kv_cache")
         assert set(pool.actors.values()) == {READY}
         answers = await asyncio.gather(*waiting)
-        assert {one.spans[0].version for answer in answers for one in answer} == {1}
+        assert {completion.spans[0].version for answer in answers for completion in answer} == {1}
         for sleeper in (first, second):
             assert sleeper.orders == ["connect", "sleep 1", "wake weights", "wake kv_cache"]
 
@@ -375,15 +375,15 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
     async def work() -> None:
         sleeper, process = Slow(), Process()
         config = make_config(sleep_timeout_s=0.3)
-        one = actor.Actor("a", config, "e", "key", events, lambda _: sleeper, lambda: None, process)
-        one.connect("127.0.0.1:9")
-        supervision = asyncio.ensure_future(one.supervise())
-        await eventually(lambda: one.state.value == READY)
-        await one.sleep(1, 0.3)
+        slow_actor = actor.Actor("a", config, "e", "key", events, lambda _: sleeper, lambda: None, process)
+        slow_actor.connect("127.0.0.1:9")
+        supervision = asyncio.ensure_future(slow_actor.supervise())
+        await eventually(lambda: slow_actor.state.value == READY)
+        await slow_actor.sleep(1, 0.3)
         await eventually(lambda: not process.alive)
         await asyncio.sleep(2 * actor_process.BACKOFF_S)
-        assert process.starts == 1 and one.state.value == "evicted"
-        await one.wake(["kv_cache"], 0.3)
+        assert process.starts == 1 and slow_actor.state.value == "evicted"
+        await slow_actor.wake(["kv_cache"], 0.3)
         await eventually(lambda: process.starts == 2)
         supervision.cancel()
 

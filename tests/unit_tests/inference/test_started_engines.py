@@ -41,8 +41,8 @@ def refusal(url: str) -> str:
 
 def test_a_server_with_another_token_is_refused_at_once() -> None:
     with serving(lambda path, body: (401, {}), lambda path: (401, {"error": "Unauthorized"})) as url:
-        said = refusal(url)
-    assert "answered 401" in said and "VLLM_API_KEY" in said and "--engine-token-env" in said
+        message = refusal(url)
+    assert "answered 401" in message and "VLLM_API_KEY" in message and "--engine-token-env" in message
 
 
 def test_a_server_without_the_routes_for_weights_is_refused_at_once_by_what_it_lacks() -> None:
@@ -51,8 +51,8 @@ def test_a_server_without_the_routes_for_weights_is_refused_at_once_by_what_it_l
         return (200, answers[path]) if path in answers else (404, {})
 
     with serving(lambda path, body: (404, {}), get) as url:
-        said = refusal(url)
-    assert "vLLM 0.32.0 has no route /pause: it needs the environment variable VLLM_SERVER_DEV_MODE=1" in said
+        message = refusal(url)
+    assert "vLLM 0.32.0 has no route /pause: it needs the environment variable VLLM_SERVER_DEV_MODE=1" in message
 
 
 @pytest.mark.parametrize(

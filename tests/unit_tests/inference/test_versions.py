@@ -110,9 +110,9 @@ def test_merged_files_are_what_peft_makes_of_our_export(
     def load(path: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
-    base, theirs = load(directory), peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
-    assert (logits(theirs) - logits(base)).abs().max() > 0.1
-    expected = logits(theirs)
+    base, reference = load(directory), peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
+    assert (logits(reference) - logits(base)).abs().max() > 0.1
+    expected = logits(reference)
     # Both compute in float64: all that is rounded to fp32, and once, are the merged weights.
     rounding = forward_rounding(policy.args, expected.abs().max().item()) / 2
     torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=0, atol=rounding)

@@ -59,7 +59,7 @@ def names_in(sources: Path | zipfile.Path, module: str) -> set[str]:
     file = file if file.is_file() else place / "__init__.py"
     if not file.is_file():
         return set()
-    found = {one.name.removesuffix(".py") for one in place.iterdir()} if place.is_dir() else set()
+    found = {entry.name.removesuffix(".py") for entry in place.iterdir()} if place.is_dir() else set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -97,14 +97,14 @@ def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path | zip
     assert "PromptLogprobsWorker(" in (sources / "v1/worker/gpu/model_runner.py").read_text(encoding="utf-8")
     # Colocated engines are on an external launcher: only pipelines keep that from V2.
     unsupported = functions(sources / "config/vllm.py", "VllmConfig")["_get_v2_model_runner_unsupported_features"]
-    said = ast.unparse(unsupported)
+    code = ast.unparse(unsupported)
     assert (
-        said.count("== 'external_launcher'")
-        == said.count("== 'external_launcher' and self.parallel_config.pipeline")
+        code.count("== 'external_launcher'")
+        == code.count("== 'external_launcher' and self.parallel_config.pipeline")
         == 1
     )
     for ours in ("prompt_logprobs", "logprobs_mode", "sleep", "weight_transfer", "tensor_parallel"):
-        assert ours not in said
+        assert ours not in code
 
 
 def test_sleep_takes_our_levels_modes_and_tags(sources: Path | zipfile.Path) -> None:

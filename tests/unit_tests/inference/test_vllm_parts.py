@@ -335,20 +335,22 @@ def test_what_is_passed_through_comes_last() -> None:
         "--max-model-len",
         "9",
     ]
-    theirs = command[command.index("--") + 1 :]
-    assert theirs[theirs.index("--tensor-parallel-size") + 1] == "2"
-    assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    vllm_options = command[command.index("--") + 1 :]
+    assert vllm_options[vllm_options.index("--tensor-parallel-size") + 1] == "2"
+    assert vllm_options[vllm_options.index("--kv-cache-memory-bytes") + 1] == str(2**29)
     backends = {"direct": ['{"backend": "torchtitan"}'], "agent": []}
     for route, backend in backends.items():
         line = ENGINE.command(options(route=route))[0]
-        assert [one for one, name in zip(line[1:], line, strict=False) if name == "--weight-transfer-config"] == backend
+        assert [
+            argument for argument, name in zip(line[1:], line, strict=False) if name == "--weight-transfer-config"
+        ] == backend
     assert all(isinstance(value, str) for value in environment.values())
 
 
 def test_serve_separates_its_options_from_vllms(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("T", "secret")
-    arguments, theirs = engine_server.parse_arguments("vllm", "", ["--token-env", "T", "--", "--port", "1"])
-    assert theirs == ["--port", "1"] and arguments.port == 0
+    arguments, vllm_options = engine_server.parse_arguments("vllm", "", ["--token-env", "T", "--", "--port", "1"])
+    assert vllm_options == ["--port", "1"] and arguments.port == 0
     monkeypatch.delenv("T")
     with pytest.raises(SystemExit):
         engine_server.parse_arguments("vllm", "", ["--token-env", "T"])

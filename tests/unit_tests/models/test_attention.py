@@ -97,8 +97,8 @@ def _check_pack(
     output, expected = PackedAttention(layout)(layer, *operands), plain_attention(layer, lengths, *operands)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
     found = torch.autograd.grad(output, leaves, by)
-    for one, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    for gradient, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-8, atol=1e-8)
     assert not output[sum(lengths) :].any()
     assert layout.positions.tolist() == [place for length in lengths for place in range(length)]
 
@@ -197,8 +197,8 @@ def test_variable_length_kernel_where_it_applies(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     output = PackedAttention(layout)(layer, q, k, v)
     torch.testing.assert_close(output, expected)
-    for found, one in zip(torch.autograd.grad(output, (q, k, v), by), gradients, strict=True):
-        torch.testing.assert_close(found, one)
+    for found, gradient in zip(torch.autograd.grad(output, (q, k, v), by), gradients, strict=True):
+        torch.testing.assert_close(found, gradient)
     assert calls == ["forward", "backward"]
 
 
@@ -241,8 +241,8 @@ def _check_tree(
     # Every run as the end of a sequence of its own, which is all of its path.
     paths: list[torch.Tensor] = []
     for offset, length, parent in zip(layout.cumulative.tolist(), lengths, parents, strict=False):
-        own = torch.arange(offset, offset + length)
-        paths.append(own if parent < 0 else torch.cat((paths[parent], own)))
+        rows = torch.arange(offset, offset + length)
+        paths.append(rows if parent < 0 else torch.cat((paths[parent], rows)))
     apart = torch.cat([plain_attention(layer, [len(path)], *(x[path] for x in operands)) for path in paths])
     parts = zip(apart.split([len(path) for path in paths]), lengths, strict=True)
     expected = torch.cat([part[len(part) - length :] for part, length in parts])
@@ -258,8 +258,8 @@ def _check_tree(
     assert not found[layout.total :].any()
     torch.testing.assert_close(found[: layout.total], expected, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(found[: layout.total], leaves, by)
-    for one, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(1 + other.abs().max()))
+    for gradient, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12 * float(1 + other.abs().max()))
 
 
 def _losses(policy: Decoder, packs: list[list[int]]) -> list[float]:
@@ -328,9 +328,9 @@ def test_layers_are_recomputed_without_attention(family: str, tmp_path: Path) ->
         policy = build_policy(config, dims)
         with _Counted() as counted:
             _losses(policy, [[30, 17, 2]])
-        counts[mode], gradients[mode] = counted.count, {n: one.grad for n, one in policy.named_parameters()}
+        counts[mode], gradients[mode] = counted.count, {n: parameter.grad for n, parameter in policy.named_parameters()}
     assert counts["op"] == counts["none"] == counts["full"] / 2 > 0
-    assert all(torch.equal(gradients["op"][name], one) for name, one in gradients["none"].items())
+    assert all(torch.equal(gradients["op"][name], gradient) for name, gradient in gradients["none"].items())
 
 
 def _with(args: Any, **changes: Any) -> Any:

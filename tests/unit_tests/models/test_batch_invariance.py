@@ -84,9 +84,9 @@ class TestProducts:
         monkeypatch.setattr(F, "linear", lambda x, weight: LINEAR(x, weight) + len(x))
         sizes = invariant_sizes(ARGS, torch.float32, CPU)
         assert sizes.rows == batch_invariance.USUAL_ROWS and sizes.unmet == ("matrix products",)
-        said = size_message(sizes, "log-probs")
-        assert said is not None and "\n" not in said
-        assert "matrix products" in said and "inference.embedded.exact" in said
+        message = size_message(sizes, "log-probs")
+        assert message is not None and "\n" not in message
+        assert "matrix products" in message and "inference.embedded.exact" in message
 
 
 class TestAttention:
@@ -154,12 +154,12 @@ def test_other_types_and_devices_take_every_size() -> None:
 
 
 def test_the_look_computes_with_the_callers_threads(monkeypatch: pytest.MonkeyPatch, look_again: None) -> None:
-    told: list[int] = []
+    thread_counts: list[int] = []
     tell = torch.set_num_threads
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: (told.append(threads), tell(threads)))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: (thread_counts.append(threads), tell(threads)))
     invariant_sizes(ARGS, torch.float32, CPU)
     # A new thread would otherwise compute with as many as the process began with.
-    assert told == [torch.get_num_threads()] * 2
+    assert thread_counts == [torch.get_num_threads()] * 2
 
 
 def test_the_callers_modes_do_not_reach_the_look(look_again: None) -> None:

@@ -101,15 +101,16 @@ def test_text_of_a_composite_gives_log_probs_gradients_and_exports_as_transforme
     found, _ = policy(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(TOKENS)
     (found * weights).sum().backward()
-    theirs, exact = (_load(composite, dtype) for dtype in (torch.float32, torch.float64))
-    rounded, expected = (_log_probs(model) for model in (theirs, exact))
+    reference, exact = (_load(composite, dtype) for dtype in (torch.float32, torch.float64))
+    rounded, expected = (_log_probs(model) for model in (reference, exact))
     assert expected.std() > 0.3
     # transformers' own rounding may be larger.
     assert (found - expected).abs().max() <= max(1e-5, 2 * (rounded - expected).abs().max().item())
     for model in (rounded, expected):
         (model * weights).sum().backward()
     gradients, precise = (
-        {name: one.grad for name, one in model.named_parameters() if one.grad is not None} for model in (theirs, exact)
+        {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        for model in (reference, exact)
     )
     for name, parameter in policy.named_parameters():
         by, wanted = _gradient_of(gradients, name), _gradient_of(precise, name)
@@ -160,8 +161,8 @@ def test_stacks_of_experts_are_read_in_either_direction(family: str, width: int,
     for name in stacks:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, tmp_path / "published" / "model.safetensors", metadata={"format": "pt"})
-    one, other = load_policy(directory), load_policy(tmp_path / "published")
-    for name, parameter in one.named_parameters():
+    policy, other = load_policy(directory), load_policy(tmp_path / "published")
+    for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
     export_policy(other, tmp_path / "export", assets_from=tmp_path / "published", dtype=torch.bfloat16)
     written = _tensors(tmp_path / "export")
@@ -249,7 +250,7 @@ def _step(policy: Decoder, scratch: Path, directory: Path, ranks: int) -> tuple[
     log_probs, _ = policy(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))
     (log_probs.mean() / ranks).backward()
     export_policy(policy, scratch, assets_from=directory)
-    return log_probs.mean().item(), {name: full_tensor(one.grad) for name, one in policy.named_parameters()}
+    return log_probs.mean().item(), {name: full_tensor(parameter.grad) for name, parameter in policy.named_parameters()}
 
 
 def step_in_layouts(directory: str, layouts: list[dict[str, Any]], scratch: str) -> list[list[float]]:
@@ -262,7 +263,7 @@ def step_in_layouts(directory: str, layouts: list[dict[str, Any]], scratch: str)
         policy = build_policy(config, dims)
         loss, gradients = _step(policy, Path(scratch) / str(number), Path(directory), dims.dp_size)
         assert gradients.keys() == expected.keys()
-        error = max(((one - expected[n]).norm() / expected[n].norm()).item() for n, one in gradients.items())
+        error = max(((gradient - expected[n]).norm() / expected[n].norm()).item() for n, gradient in gradients.items())
         found.append([loss, error])
     return found
 
@@ -283,7 +284,7 @@ def test_two_ranks_train_and_export_a_composite_as_one_does(
     directory = make_composite(tmp_path / "composite", family)
     policy = build_policy(_config(directory), ParallelDims(1, 1, 1, 1))
     loss, gradients = _step(policy, tmp_path / "one", directory, 1)
-    save_file({name: one.contiguous() for name, one in gradients.items()}, tmp_path / "gradients.safetensors")
+    save_file({name: gradient.contiguous() for name, gradient in gradients.items()}, tmp_path / "gradients.safetensors")
     ranks = run_distributed(
         f"{__name__}:step_in_layouts", 2, directory=str(directory), layouts=layouts, scratch=str(tmp_path)
     )
@@ -400,8 +401,8 @@ def test_a_run_with_prediction_heads_says_that_they_grow_stale(tmp_path: Path) -
         TrainingJob._record_start(run, EventLog(folder / "events.jsonl"))  # type: ignore[arg-type]
         events = read_json_lines(folder / "events.jsonl")
         assert [event["kind"] for event in events] == kinds
-    told = read_json_lines(directory / "events.jsonl")[-1]["meaning"]
-    assert f"prediction in {directory} are not trained: exports keep them" in told
+    meaning = read_json_lines(directory / "events.jsonl")[-1]["meaning"]
+    assert f"prediction in {directory} are not trained: exports keep them" in meaning
 
 
 def test_a_flavor_with_a_composite_is_read_warned_of_and_exported_as_its_files_say(

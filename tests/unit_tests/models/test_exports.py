@@ -103,7 +103,7 @@ def test_weights_out_of_float16s_range_are_exported_as_float32(
         export_policy(policy, tmp_path / "export", dtype=torch.float16)
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     written = torch.float16 if fits else torch.float32
-    assert {one.dtype for one in tensors.values()} == {written}
+    assert {tensor.dtype for tensor in tensors.values()} == {written}
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == str(written).partition(".")[2]
     torch.testing.assert_close(tensors[name].float(), weight.float(), rtol=2**-10, atol=2**-24 * fits)
     assert (f"float16 cannot hold the values of {name}" in caplog.text) == (not fits)

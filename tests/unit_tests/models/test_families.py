@@ -126,15 +126,15 @@ def test_logits_gradients_and_files_are_those_of_transformers(case: str, folder:
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
     (expected * by).sum().backward()
     (found * by).sum().backward()
-    theirs, ours = dict(reference.named_parameters()), dict(policy.named_parameters())
-    assert theirs.keys() == ours.keys()
+    reference_parameters, ours = dict(reference.named_parameters()), dict(policy.named_parameters())
+    assert reference_parameters.keys() == ours.keys()
     for name, parameter in ours.items():
-        gradient = theirs[name].grad
+        gradient = reference_parameters[name].grad
         assert parameter.grad is not None and gradient is not None and gradient.abs().max() > 0, name
         assert (parameter.grad - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max().item()), name
     export_policy(policy, tmp_path / "export")
     again = load_policy(tmp_path / "export")
-    original, written = (load_file(one / "model.safetensors") for one in (directory, tmp_path / "export"))
+    original, written = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "export"))
     assert original.keys() == written.keys() == ours.keys()
     assert all(torch.equal(original[name], written[name]) for name in original)
     assert read_model_args(tmp_path / "export") == read_model_args(directory)
@@ -145,7 +145,7 @@ def test_logits_gradients_and_files_are_those_of_transformers(case: str, folder:
 
 # As transformers 4 wrote them, and as these families are published; None: not there.
 OLDER: dict[str, dict[str, Any]] = {
-    "olmo3": {"rope_theta": 5e5, "rope_scaling": {key: one for key, one in YARN.items() if key != "rope_theta"}},
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"}},
     "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "deepseek_v3, dense": {"head_dim": None},
     # What stands outside counts.
@@ -159,8 +159,8 @@ def test_an_older_config_means_what_transformers_takes_it_for_also_exported(
 ) -> None:
     directory = shutil.copytree(make_family_checkpoint(case, folder), tmp_path / "older")
     config = json.loads((directory / "config.json").read_text()) | OLDER[case]
-    gone = {"rope_parameters", *(key for key, one in OLDER[case].items() if one is None)}
-    (directory / "config.json").write_text(json.dumps({key: one for key, one in config.items() if key not in gone}))
+    gone = {"rope_parameters", *(key for key, value in OLDER[case].items() if value is None)}
+    (directory / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in gone}))
     policy, token_ids = load_policy(directory), torch.arange(120).view(2, 60)
     export_policy(policy, tmp_path / "export")
     with torch.no_grad():

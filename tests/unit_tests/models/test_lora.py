@@ -121,7 +121,7 @@ def test_weights_are_gathered_in_the_type_that_is_asked_for(untied: Path, monkey
     policy, gathered = adapted(untied, ["q_proj"]), list[torch.dtype]()
     names = base_parameters(policy)
     expected = {name: whole.to(torch.bfloat16) for name, whole in whole_weights(policy, names)}
-    monkeypatch.setattr(lora, "full_tensor", lambda one: gathered.append(one.dtype) or one)
+    monkeypatch.setattr(lora, "full_tensor", lambda tensor: gathered.append(tensor.dtype) or tensor)
     found = dict(whole_weights(policy, names, torch.bfloat16))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     # Two layers have one weight with two factors each.
@@ -149,8 +149,8 @@ def test_gradients_of_the_factors_follow_from_the_merged_weights(any_base: Path)
     plain = merged(policy, any_base)
     assert sum(p.numel() for n, p in policy.named_parameters() if is_factor(n)) == counted(any_base)
     weights = torch.randn(len(TOKENS), generator=torch.Generator().manual_seed(1))
-    for one in (policy, plain):
-        (one(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))[0] * weights).sum().backward()
+    for model in (policy, plain):
+        (model(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))[0] * weights).sum().backward()
     for name, module, adapter in adapted_modules(policy):
         a, b = module.get_parameter("lora_A.weight"), module.get_parameter("lora_B.weight")
         gradient = plain.get_parameter(f"{name}.weight").grad
@@ -207,15 +207,15 @@ def test_peft_loads_what_we_save_and_we_load_what_it_saves(untied: Path, tmp_pat
             if "lora_" in name:
                 parameter.mul_(0.7)
     model.save_pretrained(tmp_path / "theirs")
-    theirs = peft_log_probs(model)
-    assert (theirs - ours).abs().max() > 1e-3
+    expected = peft_log_probs(model)
+    assert (expected - ours).abs().max() > 1e-3
     again = adapted(untied, modules_to_save=saved)
     load_adapter(again, tmp_path / "theirs")
-    torch.testing.assert_close(log_probs(again).detach(), theirs, rtol=0, atol=rounding)
+    torch.testing.assert_close(log_probs(again).detach(), expected, rtol=0, atol=rounding)
     # Merged, it is a checkpoint like any other.
     export_policy(again, tmp_path / "merged")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(peft_log_probs(plain), theirs, rtol=0, atol=rounding)
+    torch.testing.assert_close(peft_log_probs(plain), expected, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "minimax_m2"])
@@ -233,13 +233,13 @@ def test_peft_computes_with_adapters_of_experts(family: str, tmp_path: Path) -> 
     with torch.no_grad():
         assert (model(TOKENS[None]).logits[0] - ours).abs().max() <= 1e-5
     state, experts = peft.get_peft_model_state_dict(model), policy.model.layers[1].mlp.experts
-    theirs = {n.rpartition("experts.")[2]: x for n, x in state.items() if ".layers.1.mlp.experts." in n}
+    stacks = {n.rpartition("experts.")[2]: x for n, x in state.items() if ".layers.1.mlp.experts." in n}
     a, b = ([getattr(experts, f"{n}_proj").get_parameter(f) for n in ("gate", "up", "down")] for f in FACTORS)
     joint = [torch.block_diag(*pair) for pair in zip(b[0], b[1], strict=True)]
-    assert torch.equal(theirs["base_layer.lora_A.weight"], torch.cat(a[:2], 1).flatten(0, 1))
-    assert torch.equal(theirs["base_layer.lora_B.weight"], torch.stack(joint, -1).flatten(1))
-    assert torch.equal(theirs["lora_A.weight"], a[2].flatten(0, 1))
-    assert torch.equal(theirs["lora_B.weight"], torch.stack([*b[2]], -1).flatten(1))
+    assert torch.equal(stacks["base_layer.lora_A.weight"], torch.cat(a[:2], 1).flatten(0, 1))
+    assert torch.equal(stacks["base_layer.lora_B.weight"], torch.stack(joint, -1).flatten(1))
+    assert torch.equal(stacks["lora_A.weight"], a[2].flatten(0, 1))
+    assert torch.equal(stacks["lora_B.weight"], torch.stack([*b[2]], -1).flatten(1))
     again = adapted(directory, Lora().target_modules)
     initialize_adapters(again, 7)
     load_adapter(again, tmp_path / "adapter")

@@ -48,10 +48,10 @@ def _tokens(*shape: int) -> torch.Tensor:
 def test_norm_and_rotation_and_their_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    one, by_head = (
+    scale, by_head = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((8,), (3, 8))
     )
-    assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-6), (x, one))
+    assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-6), (x, scale))
     assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-6), (x, by_head))
     angles = torch.randn(5, 1, 4, generator=generator, dtype=torch.float64)
     cosine = torch.cat((angles.cos(), angles.cos()), -1)
@@ -60,7 +60,7 @@ def test_norm_and_rotation_and_their_gradients() -> None:
     halves = torch.view_as_complex(torch.stack(x.detach().chunk(2, -1), -1)) * torch.exp(1j * angles)
     assert torch.allclose(rotate(x, cosine, sine), torch.cat((halves.real, halves.imag), -1))
     for dtype in (torch.float32, torch.bfloat16):
-        values, weight = x.detach().to(dtype), one.detach().to(dtype)
+        values, weight = x.detach().to(dtype), scale.detach().to(dtype)
         expected = F.rms_norm(values, (8,), weight, 1e-6)
         assert torch.equal(rms_norm(values, weight, 1e-6), expected)
         with torch.no_grad():
@@ -96,10 +96,10 @@ def test_exports_have_the_checkpoints_type_or_the_one_that_is_asked_for(
     tensors = load_file(exported / "model.safetensors")
     assert json.loads((exported / "config.json").read_text())["dtype"] == written
     wanted = getattr(torch, written)
-    assert all(torch.equal(tensors[name], one.to(wanted)) for name, one in policy.named_parameters())
+    assert all(torch.equal(tensors[name], parameter.to(wanted)) for name, parameter in policy.named_parameters())
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
-    assert theirs.dtype is wanted
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert model.dtype is wanted
 
 
 def test_many_files_with_index(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_fingerprint_covers_every_value(tiny_checkpoint: Checkpoints, tmp_path
     assert fingerprint(tmp_path / "nothing") == ""
 
     def in_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
-        tensors.update({name: one.bfloat16() for name, one in tensors.items()})
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
 
     same = _damaged(source, tmp_path / "half", in_bfloat16)
     expected = fingerprint(same)

@@ -43,7 +43,7 @@ def _theirs(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mod
 
 
 def _their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.cat([model(one[None]).logits[0] for one in tokens.split(LENGTHS)])
+    return torch.cat([model(sequence[None]).logits[0] for sequence in tokens.split(LENGTHS)])
 
 
 def _stacked(family: str, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -54,23 +54,23 @@ def _stacked(family: str, name: str, gradient: torch.Tensor) -> dict[str, torch.
     if name.endswith("down_proj"):
         return {f"{name}.weight": gradient}
     gate, up = gradient.chunk(2, dim=1)
-    return {f"{name.replace('gate_up', own)}.weight": one for own, one in (("gate", gate), ("up", up))}
+    return {f"{name.replace('gate_up', part)}.weight": tensor for part, tensor in (("gate", gate), ("up", up))}
 
 
 def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_path: Path) -> None:
     """To 1e-5, or where transformers itself is farther from what it computes in float64, as near as that: some of
     these models multiply rounding, and more of it with the kernels of some processors."""
-    tokens, theirs, exact, policy = _tokens(), _theirs(mixture), _theirs(mixture, torch.float64), load_policy(mixture)
-    expected, exactly = _their_logits(theirs, tokens), _their_logits(exact, tokens)
+    tokens, baseline, exact, policy = _tokens(), _theirs(mixture), _theirs(mixture, torch.float64), load_policy(mixture)
+    expected, exactly = _their_logits(baseline, tokens), _their_logits(exact, tokens)
     logits = policy(tokens, PackedLayout(LENGTHS))
     assert expected.abs().max() > 3
     assert (logits - expected).abs().max() <= max(1e-5, (expected - exactly).abs().max())
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
-    for one in (expected, exactly, logits):
-        (one.log_softmax(-1) * weights).sum().backward()
+    for output in (expected, exactly, logits):
+        (output.log_softmax(-1) * weights).sum().backward()
     wanted, true = (
         {n: g for name, p in model.named_parameters() for n, g in _stacked(mixture.name, name, p.grad).items()}
-        for model in (theirs, exact)
+        for model in (baseline, exact)
     )
     ours = {name: p.grad for name, p in policy.named_parameters()}
     assert ours.keys() == wanted.keys()
@@ -121,16 +121,16 @@ def test_given_routes_are_followed_and_the_gate_still_learns(mixture: Path) -> N
     tokens, policy = _tokens(), load_policy(mixture)
     layers, chosen = policy.args.num_hidden_layers, {}
     mixed = [layer.mlp for index, layer in enumerate(policy.model.layers) if index not in policy.args.dense_layers]
-    for one in mixed:
-        one.record = lambda index, experts: chosen.__setitem__(index, experts)
+    for block in mixed:
+        block.record = lambda index, experts: chosen.__setitem__(index, experts)
     layout = PackedLayout(LENGTHS)
     expected = policy(tokens, layout)
     routes = torch.zeros(len(next(iter(chosen.values()))), layers, 2, dtype=torch.int16)
     for index, experts in chosen.items():
         routes[:, index] = experts.to(torch.int16)
     routes = routes[: len(tokens)]
-    for one in mixed:
-        one.record = None
+    for block in mixed:
+        block.record = None
     assert torch.equal(policy(tokens, layout, routes=routes), expected)
     other = (routes + 1) % policy.args.experts.count
     assert (policy(tokens, layout, routes=other) - expected).abs().max() > 0.1
@@ -164,8 +164,8 @@ def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
     for function in (grouped, torch.compile(grouped, fullgraph=True, backend="aot_eager")):
         torch.testing.assert_close(function(x, weight), expected, rtol=1e-6, atol=1e-5)
         got = torch.autograd.grad(function(x, weight), (x, weight), gradient)
-        for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+        for actual, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(actual, other, rtol=1e-6, atol=1e-5)
     ends = torch.tensor([2, 4, 4, 9], dtype=torch.int32)
     torch.library.opcheck(grouped_linear, (x, weight, ends))
     torch.library.opcheck(grouped_outer, (gradient, x.detach(), ends))
@@ -179,7 +179,7 @@ def test_rows_go_to_experts_and_come_back(gpu: bool, monkeypatch: pytest.MonkeyP
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(50, 6, generator=generator).topk(3).indices
     x, weights = (torch.randn(size, generator=generator).requires_grad_() for size in ((50, 16), (50, 3)))
-    wide = [one.detach().double().requires_grad_() for one in (x, weights)]
+    wide = [operand.detach().double().requires_grad_() for operand in (x, weights)]
     places = places_of(experts, 6, 4)
     rows = moe._Spread.apply(x, places.place, places.token)
     found = moe._Combine.apply(rows * rows, places.place, places.token, weights)
@@ -196,13 +196,13 @@ def test_rows_go_to_experts_and_come_back(gpu: bool, monkeypatch: pytest.MonkeyP
 
 
 def compare(
-    found: torch.Tensor, exact: torch.Tensor, ours: list[torch.Tensor], theirs: list[torch.Tensor], along: torch.Tensor
+    found: torch.Tensor, exact: torch.Tensor, ours: list[torch.Tensor], wide: list[torch.Tensor], along: torch.Tensor
 ) -> None:
     """Results, and their gradients along a direction."""
     assert_near(found, exact, torch.float32)
-    got, wanted = torch.autograd.grad(found, ours, along), torch.autograd.grad(exact, theirs, along.double())
-    for one, other in zip(got, wanted, strict=True):
-        assert_near(one, other, torch.float32)
+    got, wanted = torch.autograd.grad(found, ours, along), torch.autograd.grad(exact, wide, along.double())
+    for gradient, other in zip(got, wanted, strict=True):
+        assert_near(gradient, other, torch.float32)
 
 
 def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:

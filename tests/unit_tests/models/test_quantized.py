@@ -243,12 +243,12 @@ def test_log_probs_are_those_of_transformers_and_peft_on_bitsandbytes(checkpoint
     with adapters_off(policy):
         torch.testing.assert_close(peft_log_probs(base), log_probs(policy), rtol=0, atol=1e-4)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    theirs = peft_log_probs(model.train())
-    torch.testing.assert_close(theirs, log_probs(policy), rtol=0, atol=1e-4)
+    expected = peft_log_probs(model.train())
+    torch.testing.assert_close(expected, log_probs(policy), rtol=0, atol=1e-4)
     # The four bits are no trifle, nor is the adapter.
     unquantized = peft.PeftModel.from_pretrained(load(checkpoint_bf16, dtype=torch.float32), tmp_path / "adapter")
     for other in (peft_log_probs(unquantized), peft_log_probs(load(checkpoint_bf16, dtype=torch.float32))):
-        assert (other - theirs).abs().mean() > 0.1
+        assert (other - expected).abs().mean() > 0.1
 
 
 def exact(policy: Decoder, directory: Path) -> dict[str, torch.Tensor]:
@@ -323,11 +323,11 @@ def test_layouts_agree(checkpoint: Path, tmp_path: Path, layout: dict[str, Any])
     for result in results:
         assert result == pytest.approx(expected, rel=tolerance)
     for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
-        ours, theirs = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
-        assert ours.keys() == theirs.keys()
+        ours, reference = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
+        assert ours.keys() == reference.keys()
         for name in ours:
             # As a whole: the first step of AdamW moves an element whose gradient is nothing but rounding either way.
-            assert (ours[name] - theirs[name]).norm() <= tolerance * theirs[name].norm(), name
+            assert (ours[name] - reference[name]).norm() <= tolerance * reference[name].norm(), name
 
 
 # Actors
@@ -373,16 +373,16 @@ def test_actors_merge_into_the_base_of_the_trainer(checkpoint: Path, dtype: torc
 def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
     policy, plain = quantized(checkpoint), quantized(checkpoint, **{"lora.base_bits": 16})
     assert BASE_BITS not in synced(plain)
-    for one, other, said in ((policy, plain, "a base in 16 bits.*in 4"), (plain, policy, "a base in 4 bits.*in 16")):
+    for net, other, error in ((policy, plain, "a base in 16 bits.*in 4"), (plain, policy, "a base in 4 bits.*in 16")):
         engine = Engine(load_policy(checkpoint), 8, 64)
-        engine.apply_weights("epoch", 1, synced(one))
-        with pytest.raises(WeightsRefused, match=f"{said}: restart this actor"):
+        engine.apply_weights("epoch", 1, synced(net))
+        with pytest.raises(WeightsRefused, match=f"{error}: restart this actor"):
             engine.apply_weights("epoch", 2, synced(other))
         assert not engine.poisoned and engine.version == 1
     # Read anew for every version, the files serve both.
     base, name = BaseWeights(checkpoint), "model.layers.0.mlp.up_proj.weight"
-    for one in (policy, plain, policy):
-        torch.testing.assert_close(base.merged(staged(one)).tensors[name], merged_weight(one, name), rtol=0, atol=1e-5)
+    for net in (policy, plain, policy):
+        torch.testing.assert_close(base.merged(staged(net)).tensors[name], merged_weight(net, name), rtol=0, atol=1e-5)
     with pytest.raises(WeightsRefused, match="base of 3 bits"):
         engine.apply_weights("epoch", 3, synced(policy) | {BASE_BITS: torch.tensor([3.0])})
 
@@ -406,7 +406,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 ) -> None:
     other_base = tmp_path / "another"
     weights = load_file(shutil.copytree(checkpoint, other_base) / "model.safetensors")
-    save_file({name: one + 1e-3 for name, one in weights.items()}, other_base / "model.safetensors")
+    save_file({name: weight + 1e-3 for name, weight in weights.items()}, other_base / "model.safetensors")
 
     def attach(changes: dict[str, Any], base: Path = checkpoint) -> Checkpointer:
         policy = quantized(checkpoint, **changes)

@@ -99,25 +99,25 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, 
 
     tokens = torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     targets = tokens.roll(-1)
-    theirs, exact = (
+    reference, exact = (
         transformers.AutoModelForCausalLM.from_pretrained(
             foreign, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         for dtype in (torch.float32, torch.float64)
     )
     logits, exactly = (
-        torch.cat([model(one[None], use_cache=False).logits[0] for one in tokens.split(LENGTHS)])
-        for model in (theirs, exact)
+        torch.cat([model(sequence[None], use_cache=False).logits[0] for sequence in tokens.split(LENGTHS)])
+        for model in (reference, exact)
     )
-    expected, true = (one.log_softmax(-1).gather(-1, targets[:, None])[:, 0] for one in (logits, exactly))
+    expected, true = (output.log_softmax(-1).gather(-1, targets[:, None])[:, 0] for output in (logits, exactly))
     policy = load_foreign(foreign)
     found, _ = policy(tokens, PackedLayout(LENGTHS), targets)
     assert expected.std() > 0.3
     assert (found - expected).abs().max() <= 2e-5
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
-    for one in (expected, true, found):
-        (one * weights).sum().backward()
-    ours, wanted, precise = (dict(model.named_parameters()) for model in (policy, theirs, exact))
+    for log_probs in (expected, true, found):
+        (log_probs * weights).sum().backward()
+    ours, wanted, precise = (dict(model.named_parameters()) for model in (policy, reference, exact))
     assert ours.keys() == wanted.keys()
     for name, parameter in ours.items():
         by = wanted[name].grad if wanted[name].grad is not None else torch.zeros_like(parameter)
@@ -166,9 +166,9 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert len(modules) == 3 * 3
     assert {f"{module}.weight" for module in modules} <= load_file(tmp_path / "base" / "model.safetensors").keys()
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs, tokens = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), torch.arange(20)
+    reference, tokens = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), torch.arange(20)
     with torch.no_grad():
-        expected, found = theirs(tokens[None]).logits[0], policy(tokens, PackedLayout([20]))
+        expected, found = reference(tokens[None]).logits[0], policy(tokens, PackedLayout([20]))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -247,8 +247,8 @@ def test_settings_that_foreign_layers_lack_are_all_refused_at_once(tmp_path: Pat
     config.model.hf_assets_path = str(make_foreign("deepseek_v3", tmp_path / "shared"))
     (tmp_path / "shared" / "tokenizer.json").touch()
     check_model(check)
-    said = "PEFT has no adapters of these beside the experts of deepseek_v3: leave out gate_proj, up_proj, down_proj"
-    assert any(said in problem.text for problem in check.problems)
+    message = "PEFT has no adapters of these beside the experts of deepseek_v3: leave out gate_proj, up_proj, down_proj"
+    assert any(message in problem.text for problem in check.problems)
     config.model.hf_assets_path, config.model.implementation = str(tmp_path), "native"
     with pytest.raises(UserError, match="model_type 'olmoe' in config.json is not supported"):
         read_shape(config)

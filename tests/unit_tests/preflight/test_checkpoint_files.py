@@ -27,12 +27,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the one problem that a start and --dry-run find alike."""
-    said = []
+    errors = []
     for words in (arguments, ["--dry-run", *arguments]):
         assert main(words) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0] == said[1] and said[0].startswith("error: configuration problem:\n"), said
-    return said[0]
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1] and errors[0].startswith("error: configuration problem:\n"), errors
+    return errors[0]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_rows_that_hold_such_tokens(write_config: WriteConfig, capsys: pytest.Ca
         Demonstrations(config, tokenizer, 1)
     Path("rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
     assert main(["--dry-run", *arguments]) == 0
-    said = "the tokenizer of checkpoint has 265 tokens, of which the model has the first 260: rows with others"
-    assert said in capsys.readouterr().out and said in unusual_tokens(load_config(arguments))
+    warning = "the tokenizer of checkpoint has 265 tokens, of which the model has the first 260: rows with others"
+    assert warning in capsys.readouterr().out and warning in unusual_tokens(load_config(arguments))
 
 
 def test_a_checkpoint_without_any_end_token_is_named(
@@ -140,8 +140,8 @@ def test_a_checkpoint_without_any_end_token_is_named(
     assert main(["--dry-run", *arguments]) == 0
     assert "WARNING: the files of checkpoint name no token that ends a completion" in capsys.readouterr().out
     for words in (["--rollout.stop_token_ids", "3"], []):
-        said = unusual_tokens(load_config([*arguments, *words]))
-        assert bool(said) == (not words)
+        warning = unusual_tokens(load_config([*arguments, *words]))
+        assert bool(warning) == (not words)
     write_tokens(300, eos="</s>")
     load_config([*arguments, "--rollout.stop_token_ids", "3"])
 
@@ -167,7 +167,7 @@ def test_incomplete_rotary_parameters(
     write_config: WriteConfig, capsys: pytest.CaptureFixture[str], key: str, scaling: dict[str, Any], lacking: str
 ) -> None:
     arguments = write_config()
-    config = {name: one for name, one in SHAPE.to_hf_config().items() if name != "rope_scaling"} | {key: scaling}
+    config = {name: value for name, value in SHAPE.to_hf_config().items() if name != "rope_scaling"} | {key: scaling}
     Path("checkpoint/config.json").write_text(json.dumps(config))
     kind = scaling.get("rope_type", "linear")
     message = f"rope_scaling of rope_type {kind} in config.json lacks {lacking}: take the published file"
@@ -180,4 +180,4 @@ def test_the_real_tokenizer_has_the_ids_that_these_cases_name(write_config: Writ
     write_config()
     write_tokens(300)
     tokenizer = FastTokenizer.from_file("checkpoint/tokenizer.json")
-    assert [tokenizer.token_to_id(one) for one in ("<|im_end|>", "<tool_call>", "<think>")] == [258, 259, 263]
+    assert [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<tool_call>", "<think>")] == [258, 259, 263]

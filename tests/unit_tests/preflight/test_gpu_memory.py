@@ -142,9 +142,9 @@ def test_times_are_those_of_the_card(card: dict[str, str], monkeypatch: pytest.M
 
     config = planned("qwen3_0.6b_1gpu", monkeypatch)
     args, seconds = read_shape(config), []
-    for name, said in (("NVIDIA A10G", "NVIDIA A10G, data sheet"), ("NVIDIA X1", "as if on H100s: NVIDIA X1 is not")):
+    for name, source in (("NVIDIA A10G", "NVIDIA A10G, data sheet"), ("NVIDIA X1", "as if on H100s: NVIDIA X1 is not")):
         card["name"] = name
         line = describe_step_time(config, args, 1)[0]
-        assert line.startswith("step at the hardware's limit: ") and said in line
+        assert line.startswith("step at the hardware's limit: ") and source in line
         seconds.append(float(line.split()[5].replace(",", "")))
     assert seconds[0] > 4 * seconds[1]

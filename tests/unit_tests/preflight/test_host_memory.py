@@ -136,8 +136,8 @@ def test_what_is_close_is_said(of_machine: Machine, write_config: WriteConfig) -
     of_machine(V2, {"job/run/memory.current": 0, "job/run/memory.max": needed * 2})
     assert tight_memory(config, 1) == ""
     of_machine(V2, {"job/run/memory.current": needed, "job/run/memory.max": needed * 2})
-    said = tight_memory(config, 1)
-    assert "of this machine's memory" in said and "for checkpoints that are written in the background" in said
+    warning = tight_memory(config, 1)
+    assert "of this machine's memory" in warning and "for checkpoints that are written in the background" in warning
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_automatic_types_follow_from_the_processor_and_the_model(
     config = JobConfig()
     config.model.name, config.model.flavor, config.inference.backend = "qwen3", flavor, engine
     config.training.mixed_precision_param = config.inference.dtype = "auto"
-    said = choose_types(config)
+    message = choose_types(config)
     assert (config.training.mixed_precision_param, config.inference.dtype) == expected[:2]
-    assert expected[2] in said
+    assert expected[2] in message
     # What is not "auto" stays, and nothing is said of it.
     assert choose_types(config) == ""

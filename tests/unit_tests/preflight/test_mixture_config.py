@@ -60,8 +60,8 @@ def _problems(
 def test_what_does_not_fit_is_refused(
     ranks: int, lora: dict[str, Any], parallelism: dict[str, int], problem: str, tmp_path: Path
 ) -> None:
-    said = _problems(tmp_path, ARGS, ranks, lora, **parallelism)
-    assert (problem in said) if problem else not said, said
+    problems = _problems(tmp_path, ARGS, ranks, lora, **parallelism)
+    assert (problem in problems) if problem else not problems, problems
 
 
 def test_a_vocabulary_that_leaves_a_rank_without_a_part_is_refused(tmp_path: Path) -> None:
@@ -78,15 +78,15 @@ def test_a_teacher_that_the_layout_cannot_hold_is_refused(tmp_path: Path) -> Non
     config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree = 4, 8
     check = Check(config, 8, planning=False)
     check_stage(check)
-    said = "\n".join(problem.text for problem in check.problems)
-    assert "= 4 must divide its heads" in said and "= 8 must divide its 12 experts" in said
+    problems = "\n".join(problem.text for problem in check.problems)
+    assert "= 4 must divide its heads" in problems and "= 8 must divide its 12 experts" in problems
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
 def test_experts_that_peft_does_not_adapt_are_refused_by_name(family: str, tmp_path: Path) -> None:
     experts = ExpertArgs(12, 2, 40, shared_intermediate_size=40, stacked=family == "gpt_oss")
-    said = _problems(tmp_path, replace(ARGS, family=family, experts=experts), 1, {"rank": 4})
-    assert f"{family} has " in said and "leave out gate_proj, up_proj, down_proj" in said
+    problems = _problems(tmp_path, replace(ARGS, family=family, experts=experts), 1, {"rank": 4})
+    assert f"{family} has " in problems and "leave out gate_proj, up_proj, down_proj" in problems
 
 
 def test_a_bias_that_moves_would_not_reach_engines_that_get_adapters(tmp_path: Path) -> None:

@@ -167,16 +167,16 @@ def test_defaults_are_those_of_the_device_where_no_value_is_given(
     arguments = [*write_config(), "--inference.backend", engine, "--dry-run", "all"]
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda" if on_gpu else "cpu")
     assert main(arguments) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     computed = "bfloat16" if on_gpu else "float32"
-    assert f'mixed_precision_param = "{computed}"' in said
-    assert f"{computed} products, float32 masters, float32 reduction, AdamW" in said
+    assert f'mixed_precision_param = "{computed}"' in output
+    assert f"{computed} products, float32 masters, float32 reduction, AdamW" in output
     config = load_config(arguments)
     assert config.inference.dtype == (computed if engine == "vllm" else "float32")
     # What is named wins, and master weights that lose updates are not passed over in silence.
     config = load_config([*arguments, "--training.mixed_precision_param", "float32"])
     assert config.training.mixed_precision_param == "float32"
-    assert "WARNING" not in said and main([*arguments, "--training.dtype", "bfloat16"]) == 0
+    assert "WARNING" not in output and main([*arguments, "--training.dtype", "bfloat16"]) == 0
     assert "WARNING: training.dtype" in capsys.readouterr().out
 
 

@@ -373,8 +373,8 @@ def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.Monkey
     arguments = [*write_config(), "--inference.backend", "colocated"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     for size, fits in ((1, True), (2, True), (4, True), (3, False), (8, False)):
-        said = f"tensor_parallel_size = {size} .* must divide the 4 ranks"
-        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=said):
+        message = f"tensor_parallel_size = {size} .* must divide the 4 ranks"
+        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=message):
             words = [*arguments, "--inference.colocated.tensor_parallel_size", str(size)]
             assert load_config(words).inference.engine.tensor_parallel_size == size
 
@@ -454,8 +454,8 @@ def test_packages_that_are_missing_are_named(write_config: WriteConfig, monkeypa
     monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         load_config([*write_config(), "--rollout.dataset", "openai/gsm8k", "--metrics.loggers", "wandb"])
-    told = [re.findall(r"EXTRAS=(\w+)", problem) for problem in caught.value.problems]
-    assert told == [["data"], ["wandb"]]
+    extras = [re.findall(r"EXTRAS=(\w+)", problem) for problem in caught.value.problems]
+    assert extras == [["data"], ["wandb"]]
 
 
 REWARDS = """

@@ -46,10 +46,10 @@ def test_shipped_configurations_for_gpus_are_planned_without_their_files(
     monkeypatch.setattr(plan, "device_bytes_of_driver", lambda: device_bytes)
     file = ROOT / "train_configs" / f"{name}.toml"
     assert main(["--dry-run", "--job.config_file", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "memory estimate per rank" in said and "DOES NOT FIT" not in said
-    assert "step at the hardware's limit: " in said and "what takes longest: " in said
-    for half in re.findall(r"while (?:training|generating): (\S+) GiB", said):
+    output = capsys.readouterr().out
+    assert "memory estimate per rank" in output and "DOES NOT FIT" not in output
+    assert "step at the hardware's limit: " in output and "what takes longest: " in output
+    for half in re.findall(r"while (?:training|generating): (\S+) GiB", output):
         assert float(half) * 2**30 < device_bytes
     # Without its files nothing but planning is possible, and what is missing is said.
     assert main(["--job.config_file", str(file)]) == 2
@@ -61,7 +61,7 @@ def test_commands_in_the_headers_of_configurations_for_gpus_exist(name: str) -> 
     text = (ROOT / "train_configs" / f"{name}.toml").read_text(encoding="utf-8")
     header = text[: text.index("[job]")]
     scripts = set(re.findall(r"\S*?((?:scripts/|\./)\w+\.(?:sh|slurm))", header))
-    assert scripts and all((ROOT / one).is_file() for one in scripts)
+    assert scripts and all((ROOT / script).is_file() for script in scripts)
     assert re.findall(r"CONFIG_FILE=(\S+)", header) == [f"train_configs/{name}.toml"]
     # The extra data brings datasets; the model is one of the Hub.
     assert "EXTRAS=data" in header

@@ -58,7 +58,7 @@ def make_config(**settings: object) -> JobConfig:
 def make_batch() -> Batch:
     spans = [VersionSpan("e1-x", 3, 0, 1), VersionSpan("e1-x", 4, 1, 2)]
     rewards = [{"exact": float(i), "fails": None} for i in range(5)]
-    samples = [single_turn([1, 2], [3, 4], [0, 0], spans, "stop", float(i), one) for i, one in enumerate(rewards)]
+    samples = [single_turn([1, 2], [3, 4], [0, 0], spans, "stop", float(i), reward) for i, reward in enumerate(rewards)]
     samples[0].advantage = -0.5
     return Batch(version=5, groups=[Group(0, samples)])
 
@@ -276,7 +276,7 @@ def test_a_conversation_is_written_and_shown(tmp_path: Path) -> None:
     logger.log_completions(6, Batch(6, [Group(0, [Sample(branches, "stop", 1.0)])]), Words())
     logger.close()
     (row,) = read_json_lines(tmp_path / "completions.jsonl")
-    assert [(one["branch"], one["text"], one.get("versions")) for one in row["segments"]] == [
+    assert [(entry["branch"], entry["text"], entry.get("versions")) for entry in row["segments"]] == [
         (0, "w3 w4", [5]), (0, "w7", None), (0, "w3 w4", [6]), (1, "w1 w3", None), (1, "w3 w4", [6]),
     ]  # fmt: skip
     assert row["tokens"] == 6 and row["versions"] == [{"version": 5, "tokens": 2}, {"version": 6, "tokens": 4}]

@@ -137,10 +137,10 @@ def test_every_minibatch_has_its_part_of_the_passes(count: int, names: tuple[str
         assert at == list(range(60 // sources))
     parts = minibatches(batch, count)
     for name in names or ("",):
-        own = [[group for group in part if group.source == name] for part in parts]
-        passes = [sum(group.prompt_index // sources % 10 == 0 for group in part) for part in own]
+        selected = [[group for group in part if group.source == name] for part in parts]
+        passes = [sum(group.prompt_index // sources % 10 == 0 for group in part) for part in selected]
         assert sum(passes) == 6 // sources and max(passes) - min(passes) <= 1
-        assert {len(part) for part in own} == {60 // sources // count}
+        assert {len(part) for part in selected} == {60 // sources // count}
 
 
 def test_estimates_of_a_curriculum_decay_with_their_age() -> None:

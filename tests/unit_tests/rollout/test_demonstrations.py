@@ -33,9 +33,9 @@ def make(folder: Path, row: dict[str, Any], template: str = CHAT_TEMPLATE, **sft
     made: Demonstration = DemonstrationMaker(config, tokenizer).make(row, 0)
     branches = made.branches
     for branch in branches:
-        assert all(len(one.log_probs) == len(one.token_ids) for one in branch.sampled)
+        assert all(len(completion.log_probs) == len(completion.token_ids) for completion in branch.sampled)
     return [
-        [(tokenizer.decode(one.token_ids, skip_special=False), one in branch.sampled) for one in branch.segments]
+        [(tokenizer.decode(part.token_ids, skip_special=False), part in branch.sampled) for part in branch.segments]
         for branch in branches
     ]
 
@@ -95,7 +95,7 @@ def test_messages_may_be_json_text_as_tools_may(tmp_path: Path, row: dict[str, A
     config = JobConfig()
     config.job.stage, config.rewards.functions = stage, []
     loaded = []
-    for form in (lambda value: value, json.dumps, lambda value: [json.dumps(one) for one in value]):
+    for form in (lambda value: value, json.dumps, lambda value: [json.dumps(message) for message in value]):
         texts = {column: form(value) if isinstance(value, list) else value for column, value in row.items()}
         config.rollout.dataset = config.eval.dataset = str(tmp_path / "rows.jsonl")
         (tmp_path / "rows.jsonl").write_text(json.dumps(texts))
@@ -116,14 +116,14 @@ def test_tools_and_arguments_as_a_parquet_file_has_them(tmp_path: Path, form: st
         talks.append([HI, {"role": "assistant", "content": "", "tool_calls": [call]}])
         properties = {argument: {"type": "string"} for argument in arguments}
         tools.append([{"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}])
-    forms: dict[str, Any] = {"objects": tools, "texts": [[json.dumps(one[0])] for one in tools]}
-    column = forms.get(form) or [json.dumps(one) for one in tools]
+    forms: dict[str, Any] = {"objects": tools, "texts": [[json.dumps(tool_list[0])] for tool_list in tools]}
+    column = forms.get(form) or [json.dumps(tool_list) for tool_list in tools]
     parquet.write_table(pyarrow.table({"messages": talks, "tools": column}), tmp_path / "rows.parquet")
     transformers = pytest.importorskip("transformers")
     for row, messages, given in zip(load_rows(str(tmp_path / "rows.parquet")), talks, tools, strict=True):
         (parts,) = make(tmp_path, row)
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        whole = theirs.apply_chat_template(messages, tools=given, tokenize=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        whole = tokenizer.apply_chat_template(messages, tools=given, tokenize=False)
         assert "".join(text for text, _ in parts) == whole.removesuffix("\n")
 
 
@@ -253,7 +253,7 @@ def test_keys_that_no_template_reads_are_named_once(tmp_path: Path, caplog: pyte
     rows = [[HI, YES], [HI | keys, YES | {"weight": 1}], [HI, YES | keys | {"id": 8}], [HI | keys, YES]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     load_datasets(config, DemonstrationMaker(config, tokenizer).renderer)
-    (text,) = [one.getMessage() for one in caplog.records if "does not read" in one.getMessage()]
+    (text,) = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
     assert text.endswith("so the policy does not see them: 'metadata' (row 2), 'id' (row 2)")
 
 

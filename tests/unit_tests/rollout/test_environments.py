@@ -66,14 +66,14 @@ def test_an_environments_processes_stay_for_its_next_episode(tmp_path: Path) -> 
     """As a kernel, a browser or a shell; and the bytes of a row arrive as bytes."""
 
     async def work(pool: EnvironmentPool) -> Any:
-        said = []
+        replies = []
         for _ in range(4):  # each of two workers has two
             async with await pool.episode() as episode:
-                said.append(
+                replies.append(
                     (await episode.reset({"image": b"\x89PNG"}), (await episode.act("bad")).messages[0]["content"])
                 )
                 await episode.finish()
-        return said
+        return replies
 
     assert run(tmp_path, work, "Kernel") == [("b'\\x89PNG'", "kernel: None")] * 4
 
@@ -94,10 +94,10 @@ def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
     async def work(pool: EnvironmentPool) -> Any:
         async def play(number: int) -> Any:
             async with await pool.episode() as episode:
-                begun = await episode.reset({"name": number})
+                observation = await episode.reset({"name": number})
                 replies = [await episode.act(text) for text in (*"ab"[: number % 3], "end")]
                 outcome = await episode.finish()
-            assert begun == f"<{number}>" and [reply.done for reply in replies][-1:] == [True]
+            assert observation == f"<{number}>" and [reply.done for reply in replies][-1:] == [True]
             assert [reply.messages[0]["content"] for reply in replies] == [str(i + 1) for i in range(len(replies))]
             assert outcome.reward == sum(reply.reward for reply in replies) == 0.5 * len(replies)
             return outcome.attributes
@@ -152,11 +152,11 @@ def test_hostile_environments_cost_their_own_episode(
         return reply, reason, dict(pool.statistics)
 
     reply, reason, statistics = run(tmp_path, work, factory)
-    said = events(tmp_path, "environment_failed")
+    failures = events(tmp_path, "environment_failed")
     # One, though a worker that ends takes another episode with it.
-    assert len(said) == bool(failure) <= statistics["failures"]
+    assert len(failures) == bool(failure) <= statistics["failures"]
     if failure:
-        assert reason[0] == said[0]["what"] == failure and word in reason[1] and word in said[0]["reason"]
+        assert reason[0] == failures[0]["what"] == failure and word in reason[1] and word in failures[0]["reason"]
     elif factory == "Prints":
         assert reply.messages[0]["content"] == "printed" and len(events(tmp_path, "environment_output_cut")) == 1
         assert (tmp_path / "environments.log").stat().st_size <= LOGGED_BYTES + 4096
@@ -170,9 +170,9 @@ def test_hostile_environments_cost_their_own_episode(
 def test_classes_of_other_libraries(tmp_path: Path) -> None:
     async def work(pool: EnvironmentPool) -> Any:
         async with await pool.episode() as episode:
-            begun = await episode.reset({"seed": 7, "prompt": "x"})
+            observation = await episode.reset({"seed": 7, "prompt": "x"})
             replies = [await episode.act(text) for text in ("go", "cut")]
-            return begun, [(reply.messages[0]["content"], reply.reward, reply.done) for reply in replies]
+            return observation, [(reply.messages[0]["content"], reply.reward, reply.done) for reply in replies]
 
     assert run(tmp_path, work, "Gym") == ("seed 7", [('{"seen": "go"}', 1.0, False), ('{"seen": "cut"}', 1.0, True)])
     assert run(tmp_path, work_of_one, "Remote") == ("hello", ("[1, 2]", 0.0, True))
@@ -181,10 +181,10 @@ def test_classes_of_other_libraries(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("action", "said"), [("two", r"\('seen', 1.0\)"), ("text", "'false'")])
 def test_a_step_of_a_wrong_type_is_refused_with_what_it_returned(tmp_path: Path, action: str, said: str) -> None:
     async def work(pool: EnvironmentPool) -> None:
-        for one in ("none", action):
+        for text in ("none", action):
             async with await pool.episode() as episode:
                 await episode.reset({})
-                assert not (await episode.act(one)).done
+                assert not (await episode.act(text)).done
 
     with pytest.raises(CallFailed, match=f"step must return .*, it returned {said}"):
         run(tmp_path, work, "Unfinished")
@@ -192,8 +192,8 @@ def test_a_step_of_a_wrong_type_is_refused_with_what_it_returned(tmp_path: Path,
 
 async def work_of_one(pool: EnvironmentPool) -> Any:
     async with await pool.episode() as episode:
-        begun, reply = await episode.reset({}), await episode.act("go")
-        return begun, (reply.messages[0]["content"], reply.reward, reply.done)
+        observation, reply = await episode.reset({}), await episode.act("go")
+        return observation, (reply.messages[0]["content"], reply.reward, reply.done)
 
 
 def test_tools_follow_trl(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_of_two_calls_the_readable_one_runs_and_the_other_is_told(tmp_path: Path
     reply, errors = run(tmp_path, work, tools=("weather",))
     first, second = (message["content"] for message in reply.messages)
     assert "must be" in json.loads(first)["error"] and second == "sunny in Rome"
-    assert [one["name"] for one in reply.calls] == ["weather"] and errors == 1
+    assert [tool_call["name"] for tool_call in reply.calls] == ["weather"] and errors == 1
 
 
 @pytest.mark.parametrize("isolate", ["auto", False])
@@ -326,10 +326,10 @@ def test_a_failed_command_is_reported_with_its_last_words(tmp_path: Path) -> Non
             await pool.close()
         return ""
 
-    said = asyncio.run(play())
+    message = asyncio.run(play())
     # What the command prints is no reason to advise a key of the isolation.
-    assert f"bash ended with exit code 3{QUOTES}" in said and said.endswith(" 9999\nConnection refused")
-    assert len(said) < 600 and "1 2 3" in log_file.read_text() and "Connection refused" in log_file.read_text()
+    assert f"bash ended with exit code 3{QUOTES}" in message and message.endswith(" 9999\nConnection refused")
+    assert len(message) < 600 and "1 2 3" in log_file.read_text() and "Connection refused" in log_file.read_text()
 
 
 def test_code_in_a_working_folder_that_isolation_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

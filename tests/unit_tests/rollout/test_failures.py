@@ -97,8 +97,8 @@ def evaluate(config: JobConfig, folder: Path, prompts: list[Prompt]) -> tuple[di
         assert figures is not None, read_json_lines(events.path)
         seeds = [evaluator._request(0, prompt, greedy=False).sampling.seed for prompt in prompts]
         # The first turn of each episode, whatever happened to it.
-        said = [[stream_seed(stream_seed(seed, n, 0), 0) % 10 for n in range(SAMPLES)] for seed in seeds]
-        return figures, said, player.statistics
+        numbers = [[stream_seed(stream_seed(seed, n, 0), 0) % 10 for n in range(SAMPLES)] for seed in seeds]
+        return figures, numbers, player.statistics
 
     return asyncio.run(asyncio.wait_for(with_groups(config, folder, work), 200))
 
@@ -112,43 +112,43 @@ def test_samples_that_make_their_environment_fail_have_not_passed(tmp_path: Path
     """All episodes are in one process at a time, and none is blamed for another."""
     # The first process of a namespace does not die of its own signals.
     config = make_config(factory, isolate=False if factory == "KillsItself" else "auto")
-    figures, said, statistics = evaluate(config, tmp_path, prompts_of(3))
-    even = [sum(number % 2 == 0 for number in group) for group in said]
+    figures, numbers, statistics = evaluate(config, tmp_path, prompts_of(3))
+    even = [sum(number % 2 == 0 for number in group) for group in numbers]
     odd = 3 * SAMPLES - sum(even)
     assert odd >= 4 and sum(even) >= 4
     assert figures["eval/pass@1"] == pytest.approx(sum(even) / SAMPLES / 3)
     assert (figures["eval/samples"], figures["eval/lost"], figures["eval/unscored"]) == (3 * SAMPLES, 0, 0)
     assert figures["eval/failed"] == statistics["episodes_failed"] == (0 if factory == "Sound" else odd)
-    expected = interval([one / SAMPLES for one in even], 3 * SAMPLES)
+    expected = interval([count / SAMPLES for count in even], 3 * SAMPLES)
     assert (figures["eval/interval_low"], figures["eval/interval_high"]) == expected
     assert figures["eval/truncated_fraction"] == 0 and figures["eval/length_mean"] == 1
 
 
 def test_samples_past_their_deadline_are_lost_and_widen_the_interval(tmp_path: Path) -> None:
     config = make_config("Hangs", step_timeout_s=3.0, max_retries=0)
-    figures, said, statistics = evaluate(config, tmp_path, prompts_of(3))
-    even = [sum(number % 2 == 0 for number in group) for group in said]
+    figures, numbers, statistics = evaluate(config, tmp_path, prompts_of(3))
+    even = [sum(number % 2 == 0 for number in group) for group in numbers]
     odd = 3 * SAMPLES - sum(even)
     assert figures["eval/lost"] == statistics["episodes_lost"] == odd
     assert figures["eval/samples"] == sum(even) and figures["eval/pass@1"] == 1.0
     assert (figures["eval/failed"], figures["eval/unscored"]) == (0, 0)
-    assert figures["eval/interval_low"] == interval([one / SAMPLES for one in even], 3 * SAMPLES)[0]
+    assert figures["eval/interval_low"] == interval([count / SAMPLES for count in even], 3 * SAMPLES)[0]
     assert figures["eval/interval_high"] == 1.0
 
 
 def test_episodes_that_the_machine_ends_are_redone(tmp_path: Path) -> None:
-    figures, said, statistics = evaluate(
+    figures, numbers, statistics = evaluate(
         make_config("IsKilledOnce", isolate=False), tmp_path, prompts_of(3, once=str(tmp_path / "once"))
     )
-    assert figures["eval/pass@1"] == pytest.approx(sum(n % 2 == 0 for group in said for n in group) / SAMPLES / 3)
+    assert figures["eval/pass@1"] == pytest.approx(sum(n % 2 == 0 for group in numbers for n in group) / SAMPLES / 3)
     assert statistics["episodes_redone"] > 0 and figures["eval/samples"] == 3 * SAMPLES
     assert (figures["eval/failed"], figures["eval/lost"], figures["eval/unscored"]) == (0, 0, 0)
 
 
 def test_a_reset_that_fails_is_no_reward(tmp_path: Path) -> None:
     prompts = [*prompts_of(2), Prompt(2, "p", [1, 2], {"row_fails": True})]
-    figures, said, statistics = evaluate(make_config("Sound"), tmp_path, prompts)
-    rates = [sum(number % 2 == 0 for number in group) / SAMPLES for group in said[:2]]
+    figures, numbers, statistics = evaluate(make_config("Sound"), tmp_path, prompts)
+    rates = [sum(number % 2 == 0 for number in group) / SAMPLES for group in numbers[:2]]
     assert figures["eval/pass@1"] == pytest.approx(sum(rates) / 2)
     assert (figures["eval/unscored"], figures["eval/failed"], figures["eval/lost"]) == (SAMPLES, 0, 0)
     assert statistics["episodes_lost"] == SAMPLES and figures["eval/samples"] == 2 * SAMPLES
@@ -175,12 +175,13 @@ def test_in_training_a_key_says_what_a_failure_is_worth(tmp_path: Path, on_failu
         return trajectories, await groups.score(prompt, trajectories), player.statistics["episodes_failed"]
 
     trajectories, scores, failed = asyncio.run(asyncio.wait_for(with_groups(config, tmp_path, work), 100))
-    numbers = [one.branches[0].sampled[0].token_ids[0] for one in trajectories]
+    numbers = [trajectory.branches[0].sampled[0].token_ids[0] for trajectory in trajectories]
     worth = (0.0, {"Raises": 0.0}) if on_failure == "zero" else (None, {})
     assert scores == [worth if number % 2 else (1.0, {"Raises": 1.0}) for number in numbers]
     assert failed == sum(number % 2 for number in numbers) > 0
     assert all(
-        ("crashed" in one.extra.get("failure", "")) == bool(n % 2) for one, n in zip(trajectories, numbers, strict=True)
+        ("crashed" in trajectory.extra.get("failure", "")) == bool(n % 2)
+        for trajectory, n in zip(trajectories, numbers, strict=True)
     )
 
 
@@ -240,7 +241,7 @@ def test_blame(failures: list[Any], outcome: Failure | None, alone: str) -> None
     request = GenerateRequest("r", [], SamplingParameters(8, 1, seed=3))
     (trajectory,) = asyncio.run(player.play(prompts_of(1)[0], request, 0))
     assert trajectory.failure is outcome and len(seeds) == 1
-    assert "".join(" a"[one] for one in attempts) == alone.ljust(max(1, len(alone)))
+    assert "".join(" a"[attempt] for attempt in attempts) == alone.ljust(max(1, len(alone)))
     assert bool(trajectory.branches) == (outcome in (None, Failure.OWN_TURN))
     statistics = player.statistics
     assert statistics["episodes_failed"] == (outcome is Failure.OWN_TURN)

@@ -54,8 +54,8 @@ def calls_of(body: Body) -> Iterator[Body]:
 
 
 def change_arguments(body: Body, change: Callable[[Any], Any]) -> None:
-    for one in calls_of(body):
-        function = one.get("function", one)
+    for call in calls_of(body):
+        function = call.get("function", call)
         if "input" in function:
             function["input"] = change(function["input"])
         else:
@@ -115,7 +115,7 @@ def with_thoughts_beside(body: Body) -> None:
 
 def with_other_ids(body: Body) -> None:
     """As proxies that make ids anew with every request."""
-    text, ids = json.dumps(body), [one.get("call_id") or one["id"] for one in calls_of(body)]
+    text, ids = json.dumps(body), [call.get("call_id") or call["id"] for call in calls_of(body)]
     for number, known in enumerate(ids):
         text = text.replace(json.dumps(known), json.dumps(f"call_{id(body)}_{number}"))
     body |= json.loads(text)
@@ -137,9 +137,9 @@ def with_results_between(body: Body) -> None:
         if message.get("type") == "function_call":
             changed += [message, results[message["call_id"]]]
         elif message.get("tool_calls"):
-            for number, one in enumerate(message["tool_calls"]):
+            for number, call in enumerate(message["tool_calls"]):
                 begin = message if number == 0 else {"role": "assistant", "content": None}
-                changed += [{**begin, "tool_calls": [one]}, results[one["id"]]]
+                changed += [{**begin, "tool_calls": [call]}, results[call["id"]]]
         elif any(block["type"] == "tool_use" for block in content):
             texts = [block for block in content if block["type"] == "text"]
             for block in (block for block in content if block["type"] == "tool_use"):
@@ -193,7 +193,7 @@ def with_time(body: Body) -> None:
         return
     place = "messages" if "messages" in body else "input"
     text = body.pop("instructions", None) or body["messages"].pop(0)["content"]
-    blocks = [{"type": kind, "text": one} for one in (line, text)]
+    blocks = [{"type": kind, "text": content} for content in (line, text)]
     body[place] = [{"role": "developer", "content": blocks}, *body[place]]
 
 
@@ -210,7 +210,7 @@ def split(body: Body) -> None:
             changed += [{"role": "assistant", "content": [block]} for block in content]
         else:
             changed.append({"role": "assistant", "content": content})
-            changed += [{"role": "assistant", "tool_calls": [one]} for one in message.get("tool_calls") or ()]
+            changed += [{"role": "assistant", "tool_calls": [call]} for call in message.get("tool_calls") or ()]
     body[place] = changed
 
 
@@ -246,15 +246,15 @@ async def test_a_form_that_means_the_same_begins_no_branch(
                     path, body = program.body()
                     body = {**copy.deepcopy(body), "stream": stream}
                     change(body)
-                    said = program.read(await program.post(path, body))
-                    if said.calls:
-                        program.results([(one[0], f"result {place}") for place, one in enumerate(said.calls)])
+                    reply = program.read(await program.post(path, body))
+                    if reply.calls:
+                        program.results([(entry[0], f"result {place}") for place, entry in enumerate(reply.calls)])
                     else:
                         program.user("go on")
                 ended = await server._end(f"{api}-{stream}")
                 assert ended is not None and ended["counts"]["histories_rewritten"] == 0
                 (branch,) = branches_of(ended["branches"])
-                assert [one.token_ids for one in branch.sampled] == [ids for _, ids in engine.log], (api, stream)
+                assert [part.token_ids for part in branch.sampled] == [ids for _, ids in engine.log], (api, stream)
                 text = tokenizer.decode(engine.log[-1][0], skip_special=False)
                 assert text.index("result 0") < text.index("result 1") and text.endswith(opening)
 
@@ -333,9 +333,9 @@ def quoting(api: str) -> list[Body]:
     user = {"role": "user", "content": SPELLED}
     if api == "chat":
         function = {"name": f"run{SPELLED}", "arguments": json.dumps(arguments)}
-        said = {"role": "assistant", "content": SPELLED, "reasoning_content": SPELLED}
-        said["tool_calls"] = [{"id": SPELLED, "type": "function", "function": function}]
-        return [user, said, {"role": "tool", "tool_call_id": SPELLED, "content": SPELLED}]
+        answer = {"role": "assistant", "content": SPELLED, "reasoning_content": SPELLED}
+        answer["tool_calls"] = [{"id": SPELLED, "type": "function", "function": function}]
+        return [user, answer, {"role": "tool", "tool_call_id": SPELLED, "content": SPELLED}]
     if api == "messages":
         use = {"type": "tool_use", "id": SPELLED, "name": f"run{SPELLED}", "input": arguments}
         blocks = [{"type": "thinking", "thinking": SPELLED}, {"type": "text", "text": SPELLED}, use]
@@ -343,8 +343,8 @@ def quoting(api: str) -> list[Body]:
         return [user, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
     call = {"type": "function_call", "call_id": SPELLED, "name": f"run{SPELLED}", "arguments": json.dumps(arguments)}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": SPELLED}]}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": SPELLED}]}
-    return [user, thought, said, call, {"type": "function_call_output", "call_id": SPELLED, "output": SPELLED}]
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": SPELLED}]}
+    return [user, thought, answer, call, {"type": "function_call_output", "call_id": SPELLED, "output": SPELLED}]
 
 
 WRITES_ALL = """
@@ -465,23 +465,23 @@ REWRITES: list[tuple[str, Callable[[Program], Any]]] = [
 async def test_a_rewritten_history_is_told_with_its_first_difference(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
     stop = tokenizer.eos_token_ids[0]
-    told: list[str] = []
+    differences: list[str] = []
     async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
         sample = engine.call
 
         async def noting(name: str, **more: Any) -> bytes:
             if name != "history_rewritten":
                 return await sample(name, **more)
-            told.append(more["difference"])
+            differences.append(more["difference"])
             return b"null"
 
         engine.call = noting  # type: ignore[method-assign]
         for api in APIS:
-            told.clear()
+            differences.clear()
             program = Program(api, http, url, await opened(server, api, stop), False, TOOLS, system="Be brief.")
             program.user("list the files")
-            for said in ("first answer", "second answer"):
-                engine.says = [said]
+            for answer in ("first answer", "second answer"):
+                engine.says = [answer]
                 await program.ask()
                 program.user("go on")
             whole = copy.deepcopy(program.history)
@@ -489,14 +489,14 @@ async def test_a_rewritten_history_is_told_with_its_first_difference(tmp_path: P
                 program.history, program.system, program.tools = copy.deepcopy(whole), "Be brief.", [*TOOLS]
                 change(program)
                 await program.ask()
-                assert re.match(expected, told.pop()) and not told
+                assert re.match(expected, differences.pop()) and not differences
             # The same again, and another conversation, are no rewritten history.
             program.history, program.system, program.tools = copy.deepcopy(whole), "Be brief.", [*TOOLS]
             await program.ask()
             program.history = []
             program.user("a title?")
             await program.ask()
-            assert not told
+            assert not differences
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["histories_rewritten"] == len(REWRITES)
 
@@ -507,13 +507,13 @@ def test_a_session_keeps_a_message_once(tmp_path: Path) -> None:
     renderer, session, messages = ChatRenderer(tokenizer), Session("s", SamplingParameters(8), 10**7), [USER]
     sizes = []
     for turn in range(80):
-        said = Call([*messages], [])
-        prompt = session.prompt(renderer, said.messages, [])
+        call = Call([*messages], [])
+        prompt = session.prompt(renderer, call.messages, [])
         ids = [*tokenizer.encode(f"answer {turn}"), tokenizer.eos_token_ids[0]]
         completion = Completion(ids, [0.0] * len(ids), "stop", [VersionSpan("e", 0, 0, len(ids))])
         session.record(prompt, completion)
-        choice = make_choice(completion, said, tokenizer, str(turn))
-        session.remember(str(turn), said, choice)
+        choice = make_choice(completion, call, tokenizer, str(turn))
+        session.remember(str(turn), call, choice)
         # Each call of a program is read anew.
         messages = [*copy.deepcopy(messages), choice.message, {"role": "user", "content": "x" * 100}]
         sizes.append(len(pickle.dumps(session)))

@@ -62,7 +62,7 @@ class Engine:
         else:
             ids = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randint(1, 12))]
         ends = request["sampling"]["stop_token_ids"]
-        ids = [one for one in ids if one not in ends]
+        ids = [token for token in ids if token not in ends]
         ids = [*ids, ends[0]] if finish == "stop" else ids or [5]
         self.log.append((request["prompt_ids"], ids))
         log_probs = [-generator.random() for _ in ids]
@@ -95,7 +95,7 @@ async def opened(server: GatewayServer, name: str, stop: int) -> str:
 async def test_every_trained_token_is_one_that_was_sampled(family: str, tmp_path: Path) -> None:
     """Over every dialect, streamed and not: a prompt begins with the tokens of the turn before it, behind which stand
     the new messages, with names of special tokens as text; and what is trained is what the engine has said."""
-    known: Family = next(one for one in FAMILIES if one.name == family)
+    known: Family = next(candidate for candidate in FAMILIES if candidate.name == family)
     tokenizer = Tokenizer(known.write(tmp_path))
     stop = tokenizer.encode(known.said)[0]
     results = 0
@@ -109,12 +109,12 @@ async def test_every_trained_token_is_one_that_was_sampled(family: str, tmp_path
                 program.user(noise(generator))
                 before, expected = list[int](), list[str]()
                 for turn in range(TURNS):
-                    said = await program.ask()
+                    reply = await program.ask()
                     prompt, ids = engine.log[-1]
-                    texts = [noise(generator) for _ in said.calls or " "]
-                    results += len(said.calls)
-                    if said.calls:
-                        program.results([(call[0], text) for call, text in zip(said.calls, texts, strict=True)])
+                    texts = [noise(generator) for _ in reply.calls or " "]
+                    results += len(reply.calls)
+                    if reply.calls:
+                        program.results([(call[0], text) for call, text in zip(reply.calls, texts, strict=True)])
                     else:
                         program.user(texts[0])
                     assert prompt[: len(before)] == before
@@ -124,14 +124,14 @@ async def test_every_trained_token_is_one_that_was_sampled(family: str, tmp_path
                 ended = await server._end(name)
                 assert ended is not None
                 (branch,) = branches_of(ended["branches"])
-                assert [one.token_ids for one in branch.sampled] == [ids for _, ids in engine.log]
+                assert [completion.token_ids for completion in branch.sampled] == [ids for _, ids in engine.log]
                 assert branch.token_ids == engine.log[-1][0] + engine.log[-1][1]
     assert results > 670  # about 2,000 over three families
 
 
 def branches_of(rows: list[list[Any]]) -> list[Branch]:
     """The branches of a record."""
-    return [Branch([Given(one) if isinstance(one, list) else Completion.from_json(one) for one in row]) for row in rows]
+    return [Branch([Given(raw) if isinstance(raw, list) else Completion.from_json(raw) for raw in row]) for row in rows]
 
 
 def check_new(tokenizer: Tokenizer, ids: list[int], texts: list[str]) -> None:
@@ -144,9 +144,9 @@ def check_new(tokenizer: Tokenizer, ids: list[int], texts: list[str]) -> None:
         places = [found for form in forms if (found := written.find(form, place)) >= 0]
         assert places, (text, written)
         place = min(places)
-    special = [one for one in ids if one in tokenizer.special_token_ids]
-    spelled = sum(written.count(tokenizer.decode([one], skip_special=False)) for one in set(special))
-    inside = sum(text.count(tokenizer.decode([one], skip_special=False)) for one in set(special) for text in texts)
+    special = [token for token in ids if token in tokenizer.special_token_ids]
+    spelled = sum(written.count(tokenizer.decode([token], skip_special=False)) for token in set(special))
+    inside = sum(text.count(tokenizer.decode([token], skip_special=False)) for token in set(special) for text in texts)
     assert len(special) == spelled - inside
 
 
@@ -154,7 +154,7 @@ def text_of(tokenizer: Tokenizer, ended: dict[str, Any] | None) -> list[str]:
     """The trained texts of a session."""
     assert ended is not None
     branches = branches_of(ended["branches"])
-    return [tokenizer.decode(one.token_ids) for branch in branches for one in branch.sampled]
+    return [tokenizer.decode(completion.token_ids) for branch in branches for completion in branch.sampled]
 
 
 @asynchronous
@@ -168,11 +168,11 @@ async def test_options_do_what_they_say_or_are_counted(tmp_path: Path) -> None:
             program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
             program.user("?")
             engine.says = ["one two. three", f"so {call} wo.", "at last"]
-            said = await program.ask(**{option: ["wo. ", "never"]})
-            assert (said.text, said.calls) == ("one t", [])
-            assert said.reason == {"chat": "stop", "messages": "stop_sequence"}[api]
+            answer = await program.ask(**{option: ["wo. ", "never"]})
+            assert (answer.text, answer.calls) == ("one t", [])
+            assert answer.reason == {"chat": "stop", "messages": "stop_sequence"}[api]
             program.user("more")
-            assert [one[1] for one in (await program.ask(**{option: [" wo"]})).calls] == ["look"]
+            assert [tool_call[1] for tool_call in (await program.ask(**{option: [" wo"]})).calls] == ["look"]
             program.user("more")
             await program.ask(**{option: ["never"]})
             assert tokenizer.decode(engine.log[-1][0]).count("three") == 0
@@ -218,7 +218,7 @@ async def test_options_do_what_they_say_or_are_counted(tmp_path: Path) -> None:
         path, body = program.body()
         data = await program.post(path, {**body, "n": 3, "stop": "."})
         prompt = engine.log[-1][0]
-        assert [one["index"] for one in data["choices"]] == [0, 1, 2]
+        assert [choice["index"] for choice in data["choices"]] == [0, 1, 2]
         program.history.append(data["choices"][1]["message"])
         program.user("and?")
         await program.ask()
@@ -312,14 +312,14 @@ async def test_a_key_is_worth_nothing_after_its_episode(tmp_path: Path) -> None:
         key, other = [await opened(server, name, stop) for name in ("first", "second")]
         program = Program("responses by id", http, url, key, False)
         program.user("a secret")
-        said = await program.ask()
-        stolen = {"input": "?", "previous_response_id": said.id}
+        answer = await program.ask()
+        stolen = {"input": "?", "previous_response_id": answer.id}
         await refused(http, f"{url}/v1/responses", other, stolen, "responses", 400, "no answer")
         await server._end("first")
         server._peer.call = told  # type: ignore[assignment, union-attr]
         body = {"messages": [{"role": "user", "content": "?"}], "input": "?", "token_ids": [1], "max_tokens": 1}
         routes = ("chat/completions", "messages", "messages/count_tokens", "responses")
-        for path in (*(f"/v1/{one}" for one in routes), "/inference/v1/generate"):
+        for path in (*(f"/v1/{route}" for route in routes), "/inference/v1/generate"):
             for form in ({"Authorization": f"Bearer {key}"}, {"X-Api-Key": key}):
                 async with http.post(f"{url}{path}", json=body, headers=form) as response:
                     assert response.status == 410

@@ -236,8 +236,8 @@ async def test_numbers_that_are_no_json_never_leave(tmp_path: Path) -> None:
                     engine.says = [f'<tool_call>{{"name": "look", "arguments": {{"at": {number}}}}}</tool_call>']
                     program = Program(api, http, url, key, stream, tools)
                     program.user("?")
-                    said = await program.ask()
-                    assert not said.calls and number in said.text
+                    answer = await program.ask()
+                    assert not answer.calls and number in answer.text
                 # A byte order mark has the body read by another parser.
                 path, body = Program(api, http, url, key, stream, tools, [{"role": "user", "content": "?"}]).body()
                 text = json.dumps({**body, "stream": stream}).replace('"number"', '"number", "maximum": 1e999')
@@ -260,7 +260,7 @@ async def test_numbers_that_are_no_json_never_leave(tmp_path: Path) -> None:
                 check_form("chat", await response.json())
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in ("qwen2.5", "phi3", "mistral")], ids=str)
+@pytest.mark.parametrize("family", [case for case in FAMILIES if case.name in ("qwen2.5", "phi3", "mistral")], ids=str)
 def test_the_bytes_of_tokens_join_to_the_text(family: Any, tmp_path: Path) -> None:
     """Also where a character is spread over tokens, of which none can be decoded alone, and at a leading space."""
     tokenizer = Tokenizer(family.write(tmp_path))
@@ -292,8 +292,8 @@ ONE_CALL: dict[str, dict[str, Any]] = {
 async def test_a_program_that_takes_one_call_gets_one_and_only_that_is_trained(form: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
     stop = tokenizer.eos_token_ids[0]
-    said, between = SAID[form]
-    first, second = (said.replace("%s", number) for number in "01")
+    template, between = SAID[form]
+    first, second = (template.replace("%s", number) for number in "01")
     async with serving(tmp_path, stop, tool_parser=form) as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
             for stream in (False, True):
@@ -302,7 +302,7 @@ async def test_a_program_that_takes_one_call_gets_one_and_only_that_is_trained(f
                 program.user("?")
                 engine.says = [f"I look. {first}{between}{second}", "done"]
                 answer = await program.ask(**ONE_CALL[api])
-                assert [one[1:] for one in answer.calls] == [("look", {"at": "0"})] and answer.text == "I look."
+                assert [call[1:] for call in answer.calls] == [("look", {"at": "0"})] and answer.text == "I look."
                 program.results([(answer.calls[0][0], "x")])
                 await program.ask()
                 ended = await server._end(name)
@@ -316,13 +316,13 @@ async def test_a_program_that_takes_one_call_gets_one_and_only_that_is_trained(f
 async def test_calls_that_one_list_holds_are_one_text_of_which_the_first_is_returned(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
     stop = tokenizer.eos_token_ids[0]
-    said = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "0"}}, {"name": "look", "arguments": {"at": "1"}}]'
+    output = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "0"}}, {"name": "look", "arguments": {"at": "1"}}]'
     async with serving(tmp_path, stop, tool_parser="mistral") as (server, engine, url), aiohttp.ClientSession() as http:
         program = Program("chat", http, url, await opened(server, "s", stop), False, TOOLS)
         program.user("?")
-        engine.says = [said]
+        engine.says = [output]
         answer = await program.ask(parallel_tool_calls=False)
-        assert [one[2] for one in answer.calls] == [{"at": "0"}]
+        assert [call[2] for call in answer.calls] == [{"at": "0"}]
         ended = await server._end("s")
         assert ended is not None and ended["counts"]["calls_cut"] == 1
 
@@ -350,18 +350,18 @@ async def test_a_call_that_cannot_be_read_is_counted_and_told_and_the_other_is_k
     async with serving(tmp_path, stop) as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
             for stream in (False, True):
-                for number, said in enumerate((bad + good, good + bad, bad)):
+                for number, output in enumerate((bad + good, good + bad, bad)):
                     name = f"{api}-{stream}-{number}"
                     program = Program(api, http, url, await opened(server, name, stop), stream, TOOLS)
                     program.user("?")
-                    engine.says = [said, "done"]
+                    engine.says = [output, "done"]
                     answer = await program.ask()
-                    assert len(answer.calls) == (good in said)
+                    assert len(answer.calls) == (good in output)
                     if answer.calls:
                         program.results([(answer.calls[0][0], "RESULT")])
                     else:
                         program.user("RESULT")
-                    held = [one for pair in engine.log[-1:] for one in (*pair[0], *pair[1])]
+                    held = [token for pair in engine.log[-1:] for token in (*pair[0], *pair[1])]
                     await program.ask()
                     assert engine.log[-1][0][: len(held)] == held
                     behind = tokenizer.decode(engine.log[-1][0][len(held) :])
@@ -424,7 +424,7 @@ async def test_a_tool_that_takes_any_text_is_called_as_such(tmp_path: Path) -> N
                     else:
                         if stream:
                             deltas = [choice["delta"] for event in data for choice in event["choices"]]
-                            calls = [one for delta in deltas for one in delta.get("tool_calls", ())]
+                            calls = [tool_call for delta in deltas for tool_call in delta.get("tool_calls", ())]
                             message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": calls}
                         else:
                             message = data["choices"][0]["message"]
@@ -458,14 +458,14 @@ async def post(http: aiohttp.ClientSession, url: str, key: str, body: Any) -> An
 async def test_ids_that_the_policy_wrote_are_those_that_programs_get_and_give_back(tmp_path: Path) -> None:
     """Unless the conversation has them already: a program finds the result of a call by its id."""
     stop = Tokenizer(write_chat_tokenizer(tmp_path)).eos_token_ids[0]
-    said = "[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS]{}"
+    output = "[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS]{}"
     async with serving(tmp_path, stop, tool_parser="mistral") as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
             program = Program(api, http, url, await opened(server, api, stop), False, TOOLS)
             program.user("?")
             ids = []
             for _ in range(2):
-                engine.says = [said]
+                engine.says = [output]
                 answer = await program.ask()
                 ids.append(answer.calls[0][0])
                 program.results([(ids[-1], "x")])
@@ -474,7 +474,7 @@ async def test_ids_that_the_policy_wrote_are_those_that_programs_get_and_give_ba
 
 def test_an_answer_of_gpt_oss_that_is_cut_shows_its_final_channel_as_far_as_it_goes(tmp_path: Path) -> None:
     """By a limit or a stop text, wherever that falls; what is in no message is no place for a stop text."""
-    family = next(one for one in OTHERS if one.name == "harmony")
+    family = next(candidate for candidate in OTHERS if candidate.name == "harmony")
     tokenizer = Tokenizer(family.write(tmp_path))
     prompt = tokenizer.encode("<|start|>user<|message|>?<|end|><|start|>assistant")
     thought = "<|channel|>analysis<|message|>I assume.<|end|>"
@@ -505,8 +505,8 @@ async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) 
             program.user("?")
             engine.says = ["<think>[look no]</think>So [look here] and [look there]", "[oops"]
             answer = await program.ask()
-            assert [one[1:] for one in answer.calls] == [("look", {"at": "here"}), ("look", {"at": "there"})]
-            program.results([(one[0], "x") for one in answer.calls])
+            assert [call[1:] for call in answer.calls] == [("look", {"at": "here"}), ("look", {"at": "there"})]
+            program.results([(call[0], "x") for call in answer.calls])
             assert not (await program.ask()).calls
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["calls_unreadable"] == 1 and len(ended["branches"]) == 1
@@ -527,14 +527,14 @@ async def test_a_parser_that_never_returns_or_ends_its_process_holds_up_no_other
             assert response.status == 200 and not asking.done()
         (tmp_path / "goes_on").touch()
         assert not (await asking).calls
-        for said, limit_s, reason in (
+        for output, limit_s, reason in (
             ("[forever", 0.2, "no answer within 0.2 s"),
             ("[exit", 60.0, "exit code 3"),
             ("[object", 60.0, "not JSON serializable"),
         ):
-            program = Program("chat", http, url, await opened(server, said, stop), False, TOOLS)
+            program = Program("chat", http, url, await opened(server, output, stop), False, TOOLS)
             program.user("?")
-            engine.says = [said]
+            engine.says = [output]
             monkeypatch.setattr(parser_process, "ALTOGETHER_S", limit_s)
             assert (await program.ask()).calls == []
             monkeypatch.setattr(parser_process, "ALTOGETHER_S", 60.0)
@@ -542,7 +542,7 @@ async def test_a_parser_that_never_returns_or_ends_its_process_holds_up_no_other
             engine.says = ["[look here]"]
             assert [call[1:] for call in (await program.ask()).calls] == [("look", {"at": "here"})]
             assert reason in server._tokenizer.decode(engine.log[-1][0])
-            record = await server._end(said)
+            record = await server._end(output)
             assert record is not None and record["counts"]["calls_unreadable"] == 1
 
 
@@ -576,7 +576,7 @@ async def test_an_answer_that_the_gateway_cannot_write_is_none_and_not_the_polic
         program = program_of(api, http, url, await opened(server, api, stop), False)
         await program.ask()
         program.user("go on")
-        dialect = next(one for one in DIALECTS if one.path == program.body()[0])
+        dialect = next(candidate for candidate in DIALECTS if candidate.path == program.body()[0])
         for error in (RuntimeError("broken"), RecursionError()):
             engine.says = ["second"]
 
@@ -592,7 +592,7 @@ async def test_an_answer_that_the_gateway_cannot_write_is_none_and_not_the_polic
         record = await server._end(api)
         assert record is not None and record["calls"] == 1 and record["counts"]["calls_refused/internal_error"] == 2
         (branch,) = branches_of(record["branches"])
-        assert [server._tokenizer.decode(one.token_ids) for one in branch.sampled] == ["first"]
+        assert [server._tokenizer.decode(completion.token_ids) for completion in branch.sampled] == ["first"]
         # So the episode is begun again, like one whose engine gave no answer.
         assert record["failed"] == 1 and not record["ended_by"]
 

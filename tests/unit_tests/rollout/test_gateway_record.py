@@ -32,13 +32,13 @@ def test_a_record_comes_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert record is not None
     assert (record.calls, record.failed, record.truncated, record.counts) == (7, 1, True, {"stops_cut": 2})
     for got, expected in zip(record.branches, made, strict=True):
-        for one, other in zip(got.segments, expected.segments, strict=True):
-            if isinstance(one, Completion) and one.routes is not None:
+        for segment, other in zip(got.segments, expected.segments, strict=True):
+            if isinstance(segment, Completion) and segment.routes is not None:
                 assert isinstance(other, Completion) and other.routes is not None
-                assert one.routes.first == other.routes.first
-                assert np.array_equal(one.routes.experts, other.routes.experts)
-                one.routes = other.routes = None
-            assert one == other
+                assert segment.routes.first == other.routes.first
+                assert np.array_equal(segment.routes.experts, other.routes.experts)
+                segment.routes = other.routes = None
+            assert segment == other
     assert asyncio.run(read_record(b"null")) is None
     with pytest.raises(WrongForm, match="branches"):
         asyncio.run(read_record(b'{"calls":1,"failed":0,"truncated":false,"counts":{},"branches":[[{"x":1}]]}'))

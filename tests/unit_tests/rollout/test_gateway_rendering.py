@@ -47,7 +47,7 @@ def noise(generator: random.Random) -> str:
 
 def test_new_conversations_are_rendered_as_by_transformers(tokenizer: Tokenizer) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.directory)
+    reference = transformers.AutoTokenizer.from_pretrained(tokenizer.directory)
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is\n\n there? é 🙂"},
@@ -60,7 +60,7 @@ def test_new_conversations_are_rendered_as_by_transformers(tokenizer: Tokenizer)
     ]  # fmt: skip
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
     for given in ([], tools):
-        expected = theirs.apply_chat_template(
+        expected = reference.apply_chat_template(
             messages, tools=given or None, add_generation_prompt=True, return_dict=False
         )
         assert ChatRenderer(tokenizer).render_prompt(messages, given) == expected
@@ -71,7 +71,7 @@ def test_names_of_special_tokens_in_texts_are_text(tokenizer: Tokenizer) -> None
     special = {*range(256, 256 + len(SPECIAL))}
 
     def count(ids: list[int]) -> int:
-        return sum(one in special for one in ids)
+        return sum(token in special for token in ids)
 
     plain = count(renderer.render_prompt([{"role": "user", "content": ""}, {"role": "tool", "content": ""}], TOOLS))
     for _ in range(200):
@@ -90,11 +90,11 @@ def test_tokens_that_the_run_or_a_text_may_hold_are_as_transformers_has_them(rol
     """All added tokens of the run's own instructions; of a user's text those that are not special."""
     template = CHAT_TEMPLATE.replace("message.role == 'user'", "message.role in ('user', 'developer')", 1)
     tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, template))
-    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    reference = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     text = "Reason in <think></think>, call in <tool_call>{...}</tool_call>."
     text += "" if role == "user" else " End with <|im_end|>."
     messages = [{"role": role, "content": text}, {"role": "user", "content": "Hi"}]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ChatRenderer(tokenizer).render_prompt(messages, []) == expected
 
 
@@ -131,7 +131,7 @@ def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
         session = Session(str(episode), SamplingParameters(8), 100_000)
         messages: list[dict[str, Any]] = [{"role": "user", "content": noise(generator)}]
         held: list[int] = []
-        told = ""
+        feedback = ""
         for turn in range(6):
             prompt = session.prompt(renderer, messages, TOOLS)
             assert prompt[: len(held)] == held
@@ -139,7 +139,7 @@ def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
                 behind = tokenizer.decode(prompt[len(held) :], skip_special=False)
                 ending = "\n" if held[-1] == END else "<|im_end|>\n"
                 user = f"<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n"
-                assert behind == f"{ending}{told}{user}<|im_start|>assistant\n"
+                assert behind == f"{ending}{feedback}{user}<|im_start|>assistant\n"
             sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
             completion = answer([*sampled, END]) if generator.random() < 0.7 else answer(sampled, "length")
             session.record(prompt, completion)
@@ -149,7 +149,7 @@ def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
             session.remember("x", call, choice)
             errors = [json.dumps({"error": text}, ensure_ascii=False) for _, text in choice.unreadable]
             results = "".join(f"\n<tool_response>\n{error}\n</tool_response>" for error in errors)
-            told = f"<|im_start|>user{results}<|im_end|>\n" if errors else ""
+            feedback = f"<|im_start|>user{results}<|im_end|>\n" if errors else ""
             messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
         (branch,) = session.branches
         assert branch.token_ids == held and len(branch.sampled) == 6
@@ -184,7 +184,7 @@ def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Toke
     assert isinstance(third, Given) and tokenizer.decode(third.token_ids[:40], skip_special=False).startswith(
         "<|im_start|>user\nhello"
     )
-    texts = [tokenizer.decode(one.token_ids) for branch in session.branches for one in branch.sampled]
+    texts = [tokenizer.decode(sample.token_ids) for branch in session.branches for sample in branch.sampled]
     assert texts == ["<think>hm</think>hi", "yes", "no", "maybe"]
     # The branch that goes on last stands last, where what an episode came to is looked for.
     turn([*dropped, {"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"}], "quite")
@@ -195,9 +195,9 @@ def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) ->
     hides = "{{- '<|im_start|>' + messages[-1].content + '<|im_end|>' }}"
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "hides", hides)))
     session = Session("s", SamplingParameters(8), 100)
-    said = Choice({"role": "assistant", "content": "A"}, answer([65, END]))
-    session.record([66], said.completion)
-    session.remember("x", Call([{"role": "user", "content": "x"}]), said)
+    choice = Choice({"role": "assistant", "content": "A"}, answer([65, END]))
+    session.record([66], choice.completion)
+    session.remember("x", Call([{"role": "user", "content": "x"}]), choice)
     talk = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "A"), ("user", "y"))]
     assert session.prompt(renderer, talk, []) == renderer.render_prompt(talk, [])
     refuses = CHAT_TEMPLATE + "{%- if messages | length > 2 %}{{ raise_exception('no') }}{%- endif %}"
@@ -298,8 +298,8 @@ def test_results_of_two_calls_under_templates_that_refuse_some(tmp_path: Path, r
     session.remember("a-run-3-1", Call(talk, TOOLS), choice)
     message = read_message(choice.message)
     ids = [call["id"] for call in message["tool_calls"]]
-    assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
-    talk = [*talk, message, *({"role": "tool", "tool_call_id": one, "content": f"a {one}"} for one in ids)]
+    assert len(set(ids)) == 2 and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+    talk = [*talk, message, *({"role": "tool", "tool_call_id": call_id, "content": f"a {call_id}"} for call_id in ids)]
     behind = session.prompt(ChatRenderer(tokenizer), talk, TOOLS)[len(prompt + completion.token_ids) :]
     expected = "\n<|im_start|>user\n<tool_response>\na {}\n</tool_response>\n<tool_response>\na {}\n</tool_response>"
     assert tokenizer.decode(behind, skip_special=False).startswith(expected.format(*ids) + "<|im_end|>")

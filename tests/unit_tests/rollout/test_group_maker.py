@@ -37,7 +37,7 @@ async def taught(teacher_path: Path) -> Batch:
         teacher = Teacher(Distill(server=TeacherServer(f"http://127.0.0.1:{port}", "embedded")))
     batch = make_batch(0)
     try:
-        await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])
+        await teacher.teach([Trajectory(sample.branches, sample.finish_reason, "") for sample in batch.samples])
     finally:
         await teacher.close()
         await server.close()

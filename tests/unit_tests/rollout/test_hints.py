@@ -81,10 +81,10 @@ def test_both_take_feedback_only_where_no_other_sample_succeeded(tmp_path: Path)
     world = World(tmp_path, "success_or_feedback")
     world.config.training.seq_len = 100
     world.hints = Hints(world.config, world.maker)
-    told: dict[str, Any] = {"extra": {"feedback": "7"}}
-    failed, succeeded = world.said("4", **told), world.said("3", **told)
+    feedback: dict[str, Any] = {"extra": {"feedback": "7"}}
+    failed, succeeded = world.said("4", **feedback), world.said("3", **feedback)
     world.give((failed, 0.0), (succeeded, 1.0))
-    read = [one.branches[0].sampled[0].hint_ids or [] for one in (failed, succeeded)]
+    read = [trajectory.branches[0].sampled[0].hint_ids or [] for trajectory in (failed, succeeded)]
     # The tokenizer knows no letters: the headings are unknown tokens, and differ by their lengths.
     assert read == [
         world.encode("1+2=(Correct solution:\n\n3)"), world.encode("1+2=(Feedback on an earlier attempt:\n\n7)")
@@ -135,7 +135,7 @@ def test_a_group_teaches_nothing_without_a_hint_unless_rewards_do(
     world = World(tmp_path, "feedback", add_rewards=add_rewards)
     trajectories = [world.said("4", extra={"feedback": hint}), world.said("3")]
     world.give(*zip(trajectories, rewards, strict=True))
-    samples = [make_sample(one, reward, {}) for one, reward in zip(trajectories, rewards, strict=True)]
+    samples = [make_sample(trajectory, reward, {}) for trajectory, reward in zip(trajectories, rewards, strict=True)]
     group = Group(0, samples)
     assert has_no_advantage(group, world.config) is expected
     # The journal has the hints, so a batch that is replayed is taught as the first time.

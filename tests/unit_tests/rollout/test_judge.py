@@ -44,12 +44,12 @@ class Stub:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("Authorization", ""))
-        said = self.says(re.findall(r"<answer \d+>\n(.*?)\n</answer", body["messages"][1]["content"], re.DOTALL))
-        if isinstance(said, int):
-            if said == 0:
+        reply = self.says(re.findall(r"<answer \d+>\n(.*?)\n</answer", body["messages"][1]["content"], re.DOTALL))
+        if isinstance(reply, int):
+            if reply == 0:
                 await asyncio.sleep(PATIENCE_S)
-            return web.Response(status=said, text="no")
-        message = {"role": "assistant", "content": said}
+            return web.Response(status=reply, text="no")
+        message = {"role": "assistant", "content": reply}
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
         return web.json_response({"choices": [{"index": 0, "message": message}], "usage": usage})
 

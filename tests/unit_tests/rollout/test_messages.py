@@ -42,7 +42,7 @@ def tokenizer_of(folder: Path, template: str) -> Tokenizer:
 def test_a_thought_is_rendered_as_transformers_does(tmp_path: Path, template: str, key: str) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.24")
     messages = [ASK, {"role": "assistant", "content": "4", key: "two and two"}]
-    text = tokenizer_of(tmp_path, template).render_chat([plain_message(one) for one in messages], False)
+    text = tokenizer_of(tmp_path, template).render_chat([plain_message(message) for message in messages], False)
     assert text.count("two and two") == 1
     assert text == transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, tokenize=False)
 
@@ -69,9 +69,9 @@ def test_a_named_template_is_chosen_as_transformers_does(tmp_path: Path, form: s
         (tmp_path / "additional_chat_templates").mkdir()
         for name, text in named.items():
             (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
-    ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours, reference = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     for tools in ([], [TOOL]):
-        expected = theirs.apply_chat_template([ASK], tools=tools or None, tokenize=False)
+        expected = reference.apply_chat_template([ASK], tools=tools or None, tokenize=False)
         assert ours.decode(ChatRenderer(ours).render_prompt([ASK], tools), skip_special=False) == expected
     assert ours.template_source.startswith("{{ tools"), "tool calls have the format of the template that writes tools"
     Tokenizer(tmp_path, {"citations": "on"})

@@ -114,9 +114,9 @@ def test_lengths_of_trained_groups_stand_beside_those_of_all_usable_ones() -> No
                 return completions
             return [
                 replace(
-                    one, token_ids=[48, 48, *one.token_ids], log_probs=[-0.5] * 4, spans=[VersionSpan("now", 0, 0, 4)]
+                    item, token_ids=[48, 48, *item.token_ids], log_probs=[-0.5] * 4, spans=[VersionSpan("now", 0, 0, 4)]
                 )
-                for one in completions
+                for item in completions
             ]
 
     rewards = FakeRewards()

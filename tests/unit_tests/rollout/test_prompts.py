@@ -305,7 +305,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
         make_stream(["y" * 33]).next()
     maker = PromptMaker(make_config(), Characters())
     held_out = first_held_out([{"prompt": text} for text in texts], maker, 9)
-    assert sorted(str(one.text) for one in held_out) == texts[:2]
+    assert sorted(str(prompt.text) for prompt in held_out) == texts[:2]
     with pytest.raises(UserError, match="none of the 1 held-out prompts .* raise training.seq_len"):
         first_held_out([{"prompt": "y" * 33}], maker, 9)
 

@@ -55,10 +55,10 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     abstract, path = f"\0{tmp_path}", str(tmp_path / "socket")
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_UNIX) as one,
+        socket.socket(socket.AF_UNIX) as abstract_socket,
         socket.socket(socket.AF_UNIX) as two,
     ):
-        for listener, address in ((one, abstract), (two, path)):
+        for listener, address in ((abstract_socket, abstract), (two, path)):
             listener.bind(address)
             listener.listen()
         yield {
@@ -81,16 +81,16 @@ def config_with(tool: str, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
 async def said_by_reward(config: JobConfig, run: Path, *texts: str) -> list[Any]:
     """What each text's attempts reached, or why they have no reward."""
     pool = RewardPool(config, run.parent / "rewards.log", run)
-    said: list[Any] = []
+    results: list[Any] = []
     try:
         await pool.start()
         for text in texts:
             completion = answer([1, 7], text)
             ((total, _),) = await pool.score(Prompt(0, "", [1], {}), [completion])
-            said.append(pool.last_failure if total is None else completion.extra["said"])
+            results.append(pool.last_failure if total is None else completion.extra["said"])
     finally:
         await pool.close()
-    return said
+    return results
 
 
 async def said_by(kind: str, config: JobConfig, run: Path, *texts: str) -> list[Any]:
@@ -100,7 +100,7 @@ async def said_by(kind: str, config: JobConfig, run: Path, *texts: str) -> list[
     agents = {"agent": "tests.red_team:agent", "command": f"{sys.executable} -m tests.red_team"}
     config.environment.agent = agents.get(kind, "")
     pool = (AgentPool if kind in agents else EnvironmentPool)(config, events, log_file, run_dir=run)
-    said: list[Any] = []
+    results: list[Any] = []
     try:
         await pool.start()
         for text in texts:
@@ -109,17 +109,17 @@ async def said_by(kind: str, config: JobConfig, run: Path, *texts: str) -> list[
                     if kind in agents:
                         row = json.loads(text)
                         access = SessionAccess("", "http://outside/v1", "key", ("127.0.0.1", row["port"]))
-                        said.append(await episode.run(row, 0, access, PATIENCE_S))
+                        results.append(await episode.run(row, 0, access, PATIENCE_S))
                         continue
                     await episode.reset({})
                     call = {"name": "tool", "arguments": {"about": text}}
                     turn = f"<tool_call>\n{json.dumps(call)}\n</tool_call>" if kind == "tool" else text
-                    said.append((await episode.act(turn)).messages[0]["content"])
+                    results.append((await episode.act(turn)).messages[0]["content"])
                 except CallFailed as failure:
-                    said.append(str(failure))
+                    results.append(str(failure))
     finally:
         await pool.close()
-    return said
+    return results
 
 
 @pytest.mark.parametrize("tool", isolation.NAMES)
@@ -155,14 +155,14 @@ def test_code_without_isolation_reaches_what_is_outside(about: dict[str, Any]) -
 def test_isolated_code_has_bounded_costs(
     attempt: str, word: str, about: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = next((one for one in isolation.NAMES if not isolation.problem_of(one)), "bwrap")
+    tool = next((name for name in isolation.NAMES if not isolation.problem_of(name)), "bwrap")
     monkeypatch.setattr(isolation, "SCRATCH_BYTES", 1 << 24)
     monkeypatch.setattr(process, "MAX_PROCESSES", 100)
     monkeypatch.setattr(process, "MEMORY_SHARE", 0.02)
     config, run = config_with(tool, monkeypatch), Path(about["run"])
     config.rewards.timeout_s = 2.0 if attempt == "hang" else PATIENCE_S
-    said = asyncio.run(asyncio.wait_for(said_by_reward(config, run, attempt, json.dumps(about)), PATIENCE_S))
-    assert word in said[0] and said[1] == "[]", said
+    results = asyncio.run(asyncio.wait_for(said_by_reward(config, run, attempt, json.dumps(about)), PATIENCE_S))
+    assert word in results[0] and results[1] == "[]", results
     log_file = run.parent / "rewards.log"
     assert not log_file.exists() or log_file.stat().st_size <= LOGGED_BYTES
     mark = red_team.left_behind(about["home"])

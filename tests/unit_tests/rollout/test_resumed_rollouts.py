@@ -164,9 +164,9 @@ def test_groups_of_other_settings_are_made_again_and_named(tmp_path: Path, table
     asked = {int(request.rpartition("-")[2]) for request, _ in later.served}
     assert (left <= asked) if other else not left & asked
     assert all(len(group.samples) == config.grpo.group_size for batch in batches for group in batch.groups)
-    told = [event for event in read_json_lines(events.path) if event["kind"] == "groups_made_again"]
-    assert len(told) == other
-    for event in told:
+    notices = [event for event in read_json_lines(events.path) if event["kind"] == "groups_made_again"]
+    assert len(notices) == other
+    for event in notices:
         assert event["groups"] == len(left) and f"-> {value!r}" in event[f"{table}.{key}"]
 
 
@@ -179,7 +179,7 @@ def test_a_state_that_does_not_say_its_settings_goes_on() -> None:
     silent = json.dumps(state).encode()
     with running(make_config(1), later := FakeActors(), state=silent) as rollouts:
         take(rollouts, 0)
-    assert not {int(one.rpartition("-")[2]) for one, _ in later.served} & _ready(silent)
+    assert not {int(request.rpartition("-")[2]) for request, _ in later.served} & _ready(silent)
 
 
 def test_recorded_batches_of_other_settings_are_not_trained_on_again(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_recorded_batches_of_other_settings_are_not_trained_on_again(tmp_path: P
         batch = take(rollouts, 0)
     asked = {int(request.rpartition("-")[2]) for request, _ in actors.served}
     assert set(indices(batch)) <= asked
-    (told,) = [event for event in read_json_lines(events.path) if event["kind"] == "batches_made_again"]
-    assert told["rollout.temperature"] == "1.0 -> 0.5" and told["batches"] == 1
+    (notice,) = [event for event in read_json_lines(events.path) if event["kind"] == "batches_made_again"]
+    assert notice["rollout.temperature"] == "1.0 -> 0.5" and notice["batches"] == 1
 
 
 def test_rollouts_do_not_go_on_from_demonstrations() -> None:

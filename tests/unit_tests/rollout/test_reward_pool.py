@@ -34,7 +34,7 @@ def make_config(*functions: str, **settings: Any) -> JobConfig:
 
 
 def completions_of(*said: Any) -> list[Trajectory]:
-    return [answer([i, 7], one) for i, one in enumerate(said)]
+    return [answer([i, 7], completion) for i, completion in enumerate(said)]
 
 
 def in_pool(config: JobConfig, run: Callable[[RewardPool], Awaitable[Result]]) -> Result:
@@ -85,8 +85,8 @@ def test_a_function_that_is_slow_for_every_sample_keeps_its_rewards() -> None:
 
 def test_arguments_follow_trl() -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], [1], {"level": 3, "answer": "x"})
-    said = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
-    config, completions = make_config("seen"), completions_of(*said)
+    replies = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
+    config, completions = make_config("seen"), completions_of(*replies)
     config.training.steps = 30
 
     async def run(pool: RewardPool) -> None:
@@ -97,7 +97,7 @@ def test_arguments_follow_trl() -> None:
         assert pool.take_logged() == {"logged/steps_left": 15.0} and pool.take_logged() == {}
 
     in_pool(config, run)
-    assert [one.extra for one in completions] == [{"why": "short"}, {"why": "{'of': 2}"}]
+    assert [completion.extra for completion in completions] == [{"why": "short"}, {"why": "{'of': 2}"}]
 
 
 def test_async_functions_run_side_by_side_and_not_more_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_async_functions_run_side_by_side_and_not_more_than_allowed(monkeypatch:
 
     async def run(pool: RewardPool) -> None:
         calls = [pool.score(PROMPT, completions_of(str(number))) for number in range(6)]
-        assert [totals(one) for one in await asyncio.gather(*calls)] == [[float(number)] for number in range(6)]
+        assert [totals(result) for result in await asyncio.gather(*calls)] == [[float(number)] for number in range(6)]
         # With two at a time, every pair has seen itself and those before alone: 2, 2, 4, 4, 6, 6.
         assert pool.take_logged() == {"logged/begun": 4.0}
 

@@ -285,9 +285,9 @@ def test_groups_that_ones_own_filter_leaves_out_do_not_count_for_the_batch() -> 
 
 def group_of(*rewards: dict[str, float | None]) -> Group:
     samples = []
-    for one in rewards:
-        total = sum(value for value in one.values() if value is not None)
-        samples.append(single_turn([1], [2], [0.0], [VersionSpan("e", 0, 0, 1)], "stop", total, one))
+    for reward in rewards:
+        total = sum(value for value in reward.values() if value is not None)
+        samples.append(single_turn([1], [2], [0.0], [VersionSpan("e", 0, 0, 1)], "stop", total, reward))
     return Group(0, samples)
 
 
@@ -322,9 +322,9 @@ def test_groups_that_teach_are_not_dropped(
     other = group_of({"a": 0.0, "b": 0.25}, {"a": 0.0, "b": 0.5})
     groups = [group, other]
     if aggregation == "sum":
-        values = group_advantages([[s.reward for s in one.samples] for one in groups], "none", advantage)
+        values = group_advantages([[s.reward for s in candidate.samples] for candidate in groups], "none", advantage)
     else:
-        by_function = [[s.rewards for s in one.samples] for one in groups]
+        by_function = [[s.rewards for s in candidate.samples] for candidate in groups]
         values = normalized_each(by_function, dict(zip("ab", weights or [1.0, 1.0], strict=True)), "none", advantage)
     if dropped:
         assert values[0] == [0.0, 0.0]
@@ -459,9 +459,9 @@ def test_a_run_without_any_reward_says_what_it_samples(tmp_path: Path, first_rew
             until(events.path.exists)
         else:
             take(rollouts, 0)
-    said = read_json_lines(events.path)
-    assert [event["kind"] for event in said] == ([] if first_reward_at == 2 else ["no_reward_yet"])
-    for event in said:
+    notices = read_json_lines(events.path)
+    assert [event["kind"] for event in notices] == ([] if first_reward_at == 2 else ["no_reward_yet"])
+    for event in notices:
         assert event["groups"] == 2 * BATCH_GROUPS and len(event["completions"]) == 3
         for shown in event["completions"]:
             left, right = shown["prompt"].rstrip("=").split("+")

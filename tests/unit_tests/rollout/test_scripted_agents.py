@@ -51,18 +51,18 @@ class Policy:
 
     async def call(self, name: str, **more: Any) -> bytes:
         assert name == "sample"
-        said = self.says.pop(0) if self.says else (f"answer {self.asked}", "stop")
+        reply = self.says.pop(0) if self.says else (f"answer {self.asked}", "stop")
         self.asked += 1
-        if isinstance(said, Exception):
-            raise said
-        if isinstance(said, asyncio.Event):
+        if isinstance(reply, Exception):
+            raise reply
+        if isinstance(reply, asyncio.Event):
             try:
-                await said.wait()
+                await reply.wait()
             finally:
                 self.cancelled += 1
         sampling = more["request"]["sampling"]
-        ids = self.server._tokenizer.encode(said[0]) + sampling["stop_token_ids"][:1] * (said[1] == "stop")
-        completion = Completion(ids, [-0.5] * len(ids), said[1], [VersionSpan("e", 0, 0, len(ids))])
+        ids = self.server._tokenizer.encode(reply[0]) + sampling["stop_token_ids"][:1] * (reply[1] == "stop")
+        completion = Completion(ids, [-0.5] * len(ids), reply[1], [VersionSpan("e", 0, 0, len(ids))])
         return msgspec.json.encode([completion.to_json()] * sampling["n"])
 
 
@@ -97,9 +97,9 @@ class Agent:
         ]:
             return f"failed: {failed[0]}"
         deltas = {
-            "chat": lambda one: (one["choices"][0]["delta"].get("content") if one["choices"] else "") or "",
-            "messages": lambda one: one.get("delta", {}).get("text", ""),
-            "responses": lambda one: one["delta"] if one["type"] == "response.output_text.delta" else "",
+            "chat": lambda chunk: (chunk["choices"][0]["delta"].get("content") if chunk["choices"] else "") or "",
+            "messages": lambda chunk: chunk.get("delta", {}).get("text", ""),
+            "responses": lambda chunk: chunk["delta"] if chunk["type"] == "response.output_text.delta" else "",
         }
         return "".join(map(deltas[self.api], events))
 
@@ -164,21 +164,21 @@ async def hangs(agent: Agent) -> float:
 
 
 async def is_refused(agent: Agent) -> float:
-    said = await agent.ask(["look"])
-    assert await agent.ask(["look", said, "an image"], image=True) == "status 400"
+    answer = await agent.ask(["look"])
+    assert await agent.ask(["look", answer, "an image"], image=True) == "status 400"
     return 0.0
 
 
 async def is_refused_and_goes_on(agent: Agent) -> float:
-    said = await agent.ask(["look"])
-    assert await agent.ask(["look", said, "an image"], image=True) == "status 400"
-    assert await agent.ask(["look", said, "no image"]) == "answer 1"
+    answer = await agent.ask(["look"])
+    assert await agent.ask(["look", answer, "an image"], image=True) == "status 400"
+    assert await agent.ask(["look", answer, "no image"]) == "answer 1"
     return 1.0
 
 
 async def has_a_side_call_refused(agent: Agent) -> float:
-    said = await agent.ask(["look"])
-    await agent.ask(["look", said, "more"])
+    answer = await agent.ask(["look"])
+    await agent.ask(["look", answer, "more"])
     assert await agent.ask(["a title"], "Write titles.", tools=False, image=True) == "status 400"
     return 1.0
 
@@ -186,8 +186,8 @@ async def has_a_side_call_refused(agent: Agent) -> float:
 async def times_out_and_retries(agent: Agent) -> float:
     await agent.hang_up(["look"])
     await agent.hang_up(["look"])
-    said = await agent.ask(["look"])
-    await agent.ask(["look", said, "more"])
+    answer = await agent.ask(["look"])
+    await agent.ask(["look", answer, "more"])
     return 1.0
 
 
@@ -200,17 +200,17 @@ async def hears_503_and_retries(agent: Agent) -> float:
 
 
 async def gives_up_on_503(agent: Agent) -> float:
-    said = await agent.ask(["look"])
+    answer = await agent.ask(["look"])
     agent.policy.says = [ConnectionError("an actor died")]
-    await agent.ask(["look", said, "more"])
+    await agent.ask(["look", answer, "more"])
     return 0.0
 
 
 async def repeats_what_was_truncated(agent: Agent) -> float:
     agent.policy.says = [(f"cut {number}", "length") for number in range(3)]
     for _ in range(4):
-        said = await agent.ask(["look"])
-    assert said == "answer 3"
+        answer = await agent.ask(["look"])
+    assert answer == "answer 3"
     return 1.0
 
 
@@ -218,8 +218,8 @@ async def asks_for_titles(agent: Agent) -> float:
     agent.policy.says = [("A title f", "length")]
     limit = {"max_output_tokens" if agent.api == "responses" else "max_tokens": 9}
     await agent.ask(["a title"], "Write titles.", tools=False, **limit)
-    said = await agent.ask(["look"])
-    await agent.ask(["look", said, "more"])
+    answer = await agent.ask(["look"])
+    await agent.ask(["look", answer, "more"])
     agent.policy.says = [("Another t", "length")]
     await agent.ask(["another title"], "Write titles.", tools=False, **limit)
     return 1.0
@@ -228,25 +228,25 @@ async def asks_for_titles(agent: Agent) -> float:
 async def compacts_twice(agent: Agent) -> float:
     first = "look"
     for number in range(3):
-        said = await agent.ask([first])
+        answer = await agent.ask([first])
         if number < 2:
-            summary = await agent.ask([first, said, "summarise"])
+            summary = await agent.ask([first, answer, "summarise"])
             first = f"So far: {summary}"
     return 1.0
 
 
 async def calls_what_cannot_be_read(agent: Agent) -> float:
-    said = await agent.ask(["look"])
+    answer = await agent.ask(["look"])
     agent.policy.says = [(UNREADABLE, "stop")]
-    assert "look" in await agent.ask(["look", said, "more"])
+    assert "look" in await agent.ask(["look", answer, "more"])
     return 1.0
 
 
 async def uses_up_its_turns(agent: Agent) -> float:
     turns = ["look"]
-    while not (said := await agent.ask(turns)).startswith("status"):
-        turns += [said, "more"]
-    assert said == "status 429"
+    while not (answer := await agent.ask(turns)).startswith("status"):
+        turns += [answer, "more"]
+    assert answer == "status 429"
     return 0.5
 
 
@@ -395,7 +395,7 @@ async def test_an_episode_is_what_its_main_conversation_received(tmp_path: Path,
                 groups = GroupMaker(config, None, Rewards(), server._tokenizer, "e", player)  # type: ignore[arg-type]
                 ((reward, _),) = await groups.score(prompt, [played])
 
-                texts = [[decode(one.token_ids) for one in branch.sampled] for branch in played.branches]
+                texts = [[decode(completion.token_ids) for completion in branch.sampled] for branch in played.branches]
                 assert (texts, reward) == (row.branches, row.reward), (api, stream)
                 assert (played.failure, played.finish_reason) == (row.failure, row.finish), (api, stream)
                 assert played.extra.get("side_branches", 0) == row.side
@@ -407,12 +407,12 @@ async def test_an_episode_is_what_its_main_conversation_received(tmp_path: Path,
                 kinds = [count for name, count in counts.items() if name.startswith("calls_refused/")]
                 assert sum(kinds) == counts.get("calls_refused", 0)
                 assert (
-                    failures.pop("failures", 0) == sum(failures.values()) == sum(counts.get(one, 0) for one in EPISODES)
+                    failures.pop("failures", 0) == sum(failures.values()) == sum(counts.get(key, 0) for key in EPISODES)
                 )
                 assert {**counts, **failures} == {**row.calls, **row.episodes}, (api, stream)
                 written = read_json_lines(events.path) if events.path.exists() else []
-                assert [" ".join(filter(None, (one["kind"], one.get("what")))) for one in written] == row.events
-                assert all(one["stderr"] == STDERR for one in written)
+                assert [" ".join(filter(None, (event["kind"], event.get("what")))) for event in written] == row.events
+                assert all(event["stderr"] == STDERR for event in written)
 
 
 def test_equal_failures_are_reported_after_five_in_a_row(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_equal_failures_are_reported_after_five_in_a_row(tmp_path: Path) -> None
         log.attempt_failed("refused", "run", "an image", "failed")
     events = read_json_lines(tmp_path / "events.jsonl")
     alike = [event for event in events if event["kind"] == "episodes_fail_alike"]
-    assert [(one["what"], one["in_a_row"], one["reason"]) for one in alike] == [("unasked", 5, "why unasked")]
+    assert [(entry["what"], entry["in_a_row"], entry["reason"]) for entry in alike] == [("unasked", 5, "why unasked")]
     # A new kind has events however many of another there were, and all are counted.
     assert sum(event.get("what") == "refused" for event in events) == 4
     assert log.statistics["failures"] == 37 and log.statistics["unasked"] == 32

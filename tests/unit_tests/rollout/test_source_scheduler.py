@@ -44,7 +44,7 @@ class Traffic:
             self.in_flight[index] = (now + self.chance.expovariate(self.speed), self.budget.version)
 
     def finish_one(self) -> float:
-        index = min(self.in_flight, key=lambda one: self.in_flight[one][0])
+        index = min(self.in_flight, key=lambda candidate: self.in_flight[candidate][0])
         finished, version = self.in_flight.pop(index)
         usable = self.chance.random() < self.usable
         self.budget.count(usable)
@@ -92,13 +92,13 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
             while True:
                 parts = {
                     name: part
-                    for name, one in sources.items()
-                    if (part := one.budget.batch([*one.in_flight, *one.resample])) is not None
+                    for name, producer in sources.items()
+                    if (part := producer.budget.batch([*producer.in_flight, *producer.resample])) is not None
                 }
                 if len(parts) == len(sources):
                     break
                 # Whatever finishes next, of whichever source: none can keep the others from their places.
-                source = chance.choice([one for one in sources.values() if one.in_flight])
+                source = chance.choice([producer for producer in sources.values() if producer.in_flight])
                 now = max(now, source.finish_one())
                 source.fill(now)
             counts = {name: len(part) for name, part in parts.items()}
@@ -110,14 +110,14 @@ def test_every_batch_has_the_exact_share_of_every_source_whatever_is_slow_droppe
                 checked += 1
             owed = {name: value - counts[name] for name, value in owed.items()}
             assert all(abs(value) < 1 for value in owed.values())
-            for name, one in sources.items():
-                assert all(one.budget.sampled_at[index] >= version - max_staleness for index in parts[name])
+            for name, traffic in sources.items():
+                assert all(traffic.budget.sampled_at[index] >= version - max_staleness for index in parts[name])
                 used[name] += parts[name]
-                one.ready -= set(parts[name])
-                one.budget.consumed(parts[name])
+                traffic.ready -= set(parts[name])
+                traffic.budget.consumed(parts[name])
             scheduler.served(counts)
-            for one in sources.values():
-                one.resample_stale()
+            for traffic in sources.values():
+                traffic.resample_stale()
         for name in sources:
             # In the order of the prompts, and none twice.
             assert used[name] == sorted(set(used[name]))
@@ -130,7 +130,7 @@ def test_upcoming_batches_come_as_announced_and_a_saved_scheduler_goes_on() -> N
     other = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
     for batch in range(40):
         counts = {name: other.upcoming(name, 1)[0] for name in other.names}
-        assert [counts[name] for name in other.names] == [one[batch] for one in ahead]
+        assert [counts[name] for name in other.names] == [forecast[batch] for forecast in ahead]
         other.served(counts)
         again = SourceScheduler({"a": 3, "b": 1, "c": 0.7}, 5)
         again.load_state_dict(json.loads(json.dumps(other.state_dict())))
@@ -149,9 +149,9 @@ def test_sources_are_spread_over_the_batch(sizes: tuple[int, ...]) -> None:
     shares = [[(number, i) for i in range(size)] for number, size in enumerate(sizes)]
     mixed = in_turns(shares)
     for share in shares:
-        assert [one for one in mixed if one in share] == share
+        assert [group for group in mixed if group in share] == share
     half = len(mixed) // 2
-    assert all(abs(sum(one in share for one in mixed[:half]) - len(share) / 2) <= 1 for share in shares)
+    assert all(abs(sum(group in share for group in mixed[:half]) - len(share) / 2) <= 1 for share in shares)
 
 
 @pytest.mark.parametrize("count", range(1, 11))

@@ -74,11 +74,11 @@ def test_a_slow_source_has_its_share_of_every_batch(max_staleness: int) -> None:
                 share = BATCH_GROUPS * (version + 1) * weight / sum(WEIGHTS.values())
                 assert abs(counts[name] - share) < 1
                 assert batch.statistics[f"groups/{name}/trained"] == names(batch).count(name)
-            own = {
-                name: [one.reward for group in batch.groups if group.source == name for one in group.samples]
+            by_source = {
+                name: [sample.reward for group in batch.groups if group.source == name for sample in group.samples]
                 for name in set(names(batch))
             }
-            assert all(f"staleness/{name}/mean" in batch.statistics for name in own)
+            assert all(f"staleness/{name}/mean" in batch.statistics for name in by_source)
             assert batch.statistics["reward/more/mean"] == 0.5
             # Sources count as they do in the batch, and not by how many of their groups were done meanwhile.
             means = [batch.statistics[f"reward/{name}/mean"] for name in names(batch)]
@@ -87,8 +87,8 @@ def test_a_slow_source_has_its_share_of_every_batch(max_staleness: int) -> None:
             actors.version = version + 1
             reach(rollouts, version + 1)
     for number in range(len(WEIGHTS)):
-        own = [index for index in indices(batch) if index % len(WEIGHTS) == number]
-        assert own == sorted(own)
+        by_source = [index for index in indices(batch) if index % len(WEIGHTS) == number]
+        assert by_source == sorted(by_source)
 
 
 def test_batches_keep_their_sources_on_the_way_to_ranks_and_files() -> None:
@@ -126,8 +126,8 @@ def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_sta
     later.version = 2
     with running(config, later, state=state, version=2) as rollouts:
         resumed = train(rollouts, later, range(2, 8))
-    assert [indices(one) for one in resumed] == [indices(one) for one in straight[2:]]
-    assert [names(one) for one in resumed] == [names(one) for one in straight[2:]]
+    assert [indices(step_batch) for step_batch in resumed] == [indices(step_batch) for step_batch in straight[2:]]
+    assert [names(step_batch) for step_batch in resumed] == [names(step_batch) for step_batch in straight[2:]]
     every = indices(*straight[:2], *resumed)
     assert len(every) == len(set(every))
     # After a restart of the ranks, the recorded batches come first.
@@ -141,7 +141,7 @@ def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_sta
         repeated = train(rollouts, again, range(2, 8))
     journal.close()
     assert repeated[:3] == straight[2:5]
-    assert [names(one) for one in repeated] == [names(one) for one in straight[2:]]
+    assert [names(step_batch) for step_batch in repeated] == [names(step_batch) for step_batch in straight[2:]]
     every = indices(*straight[:2], *repeated)
     assert len(every) == len(set(every))
     config.source[0].name = "other"
@@ -171,13 +171,13 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
         events = EventLog(tmp_path / f"{required}.jsonl")
         return actors, events, running(config, actors, rewards, events=events)
 
-    said = {
+    reasons = {
         "rewards": "got no reward at all; it was lost",
         "environment": "does not start",
         "time": "had equal rewards",
     }
     actors, events, run = start(required=True)
-    with run as rollouts, pytest.raises(UserError, match=f"source 'more': .*{said[how]}"):
+    with run as rollouts, pytest.raises(UserError, match=f"source 'more': .*{reasons[how]}"):
         for version in range(30):
             train(rollouts, actors, [version])
     assert not events.path.exists()
@@ -187,8 +187,8 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
         state = json.loads(saved(rollouts))
     left = {name: sum(names(batch).count(name) for batch in batches[-6:]) for name in WEIGHTS}
     assert left["more"] == 0 and abs(left["sums"] - 6 * BATCH_GROUPS * 2 / 2.2) < 2 and left["rare"]
-    (event,) = [one for one in read_json_lines(events.path) if one["kind"] == "source_left"]
-    assert event["source"] == "more" and said[how] in event["reason"]
+    (event,) = [entry for entry in read_json_lines(events.path) if entry["kind"] == "source_left"]
+    assert event["source"] == "more" and reasons[how] in event["reason"]
     assert list(state["mix"]["weights"]) == ["sums", "rare"]
     assert not any(index % 3 == 1 for index in state["unfinished"])
 
@@ -198,8 +198,8 @@ def test_a_source_that_fails_ends_the_run_or_only_itself(tmp_path: Path, how: st
 def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path, what: str) -> None:
     class Actors(FakeActors):
         async def generate(self, request: GenerateRequest, min_version: int = 0, shares: str = "") -> Any:
-            said = {"token_ids": [*map(ord, "bad")], "log_probs": [-1.0] * 3, "spans": [VersionSpan("now", 0, 0, 3)]}
-            return [replace(one, **said) for one in await super().generate(request, min_version)]
+            fields = {"token_ids": [*map(ord, "bad")], "log_probs": [-1.0] * 3, "spans": [VersionSpan("now", 0, 0, 3)]}
+            return [replace(completion, **fields) for completion in await super().generate(request, min_version)]
 
     class Text(Characters):
         shield, encode_shielded = staticmethod(str), Characters.encode
@@ -219,13 +219,13 @@ def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path,
     actors: Any = Actors()
     tokenizer: Any = Text()
     rollouts = Rollouts(config, actors, RewardPool(config), tokenizer, None, "now", ranks=1, backends=backends)
-    said = {
+    errors = {
         "reward": r"got no reward at all; reward function '.*:async_hang': timeout \(the reward worker gave no answer "
         r"within 0.2 s\): fix the reward functions",
         "environment": "got no reward at all; an episode was lost: the environment worker gave no answer within 0.2 s",
         "failures": r"every episode of the last \d+ groups failed; an episode was lost: ValueError: invalid literal",
     }
-    with rollouts, pytest.raises(UserError, match=said[what]):
+    with rollouts, pytest.raises(UserError, match=errors[what]):
         rollouts.loop.call(rollouts.flow.restore_state, b"")
         reach(rollouts, 0)
         look(rollouts, 0, PATIENCE_S)
@@ -296,6 +296,6 @@ def test_groups_of_a_source_have_its_rewards_lengths_and_ends(tmp_path: Path) ->
             task.groups.request(Prompt(9 + number, "", [1], {})).sampling for number, task in enumerate(rollouts.tasks)
         ]
         wait_until_quiet(rollouts.pool)  # type: ignore[arg-type]
-    assert [one.max_tokens for one in requests] == [4, 4, 2]
-    assert [7 in one.stop_token_ids for one in requests] == [False, False, True]
-    assert len({one.seed for one in requests}) == 3
+    assert [request.max_tokens for request in requests] == [4, 4, 2]
+    assert [7 in request.stop_token_ids for request in requests] == [False, False, True]
+    assert len({request.seed for request in requests}) == 3

@@ -64,11 +64,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
 @settings(max_examples=60)
 @given(text=st.text(max_size=60) | st.sampled_from([*TEXTS, "a<|im_end|>b", "<|im_start|>user\nhé 数"]))
 def test_encode_and_decode_agree_with_transformers(pair: tuple[Tokenizer, Any], text: str) -> None:
-    ours, theirs = pair
+    ours, reference = pair
     ids = ours.encode(text)
-    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ids == reference.encode(text, add_special_tokens=False)
     for skip in (True, False):
-        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
@@ -76,11 +76,11 @@ def test_encode_and_decode_agree_with_transformers(pair: tuple[Tokenizer, Any], 
 def test_chat_template_agrees_with_transformers(
     pair: tuple[Tokenizer, Any], messages: list[Any], add_generation_prompt: bool
 ) -> None:
-    ours, theirs = pair
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    ours, reference = pair
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert ours.render_chat(messages, add_generation_prompt) == expected
     if add_generation_prompt:
-        assert ours.apply_chat_template(messages) == theirs.encode(expected, add_special_tokens=False)
+        assert ours.apply_chat_template(messages) == reference.encode(expected, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -93,10 +93,10 @@ def test_plain_text_begins_as_transformers_has_it(in_file: bool, settings: dict[
         ends = [("<|endoftext|>", 0), ("<|im_end|>", 2)]
         file.post_processor = processors.TemplateProcessing("<|endoftext|> $A <|im_end|>", special_tokens=ends)
         file.save(str(tmp_path / "tokenizer.json"))
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     ours = Tokenizer(tmp_path)
     for text in TEXTS:
-        expected = theirs.encode(text)
+        expected = reference.encode(text)
         assert ours.encode_prompt(text) == (expected[:-1] if expected[-1] == 2 else expected)
         assert ours.encode_prompt(f"<|endoftext|>{text}") == [0, *ours.encode(text)]
 
@@ -108,10 +108,10 @@ def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     template = TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{THINKS}{{% endif %}}")
     write_tokenizer(tmp_path, chat_template=template)
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     for values, ends in (({}, "assistant\n"), ({"enable_thinking": False}, "</think>\n\n")):
         ours = Tokenizer(tmp_path, values)
-        expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, **values)
+        expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, **values)
         assert ours.apply_chat_template(MESSAGES) == ChatRenderer(ours).render_prompt(MESSAGES, []) == expected
         follows = ChatRenderer(ours).following([2], MESSAGES[1:])
         for tokens in (expected, follows):
@@ -121,8 +121,8 @@ def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
 
 
 def test_vocabulary_and_unknown_ids(pair: tuple[Tokenizer, Any]) -> None:
-    ours, theirs = pair
-    assert ours.vocab_size == len(theirs)
+    ours, reference = pair
+    assert ours.vocab_size == len(reference)
     assert "vocab_size" in vars(ours), "it is counted once: a large vocabulary takes a tenth of a second"
     assert ours.decode([*ours.encode("What"), ours.vocab_size + 7]) == "What"
 

@@ -32,7 +32,7 @@ from torchtitan.rollout.gateway.session import Session
 USER, MORE = {"role": "user", "content": "Hi there"}, {"role": "user", "content": "And  now?"}
 CALL = {"id": "000000000", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": CALL["id"], "content": "21, <b>sunny</b>"}
-BY_NAME = {one.name: one for one in FAMILIES}
+BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def make_config(directory: Path, *stops: int) -> JobConfig:
@@ -108,44 +108,44 @@ async def gateway_renderer(config: JobConfig, folder: Path) -> ChatRenderer:
     return server._renderer
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_place_gives_the_tokens_of_the_template(family: Family, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = Tokenizer(family.write(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text_end, call_end = (theirs.convert_tokens_to_ids(one) if one else -1 for one in (family.said, family.called))
-    config = make_config(tmp_path, *map(theirs.convert_tokens_to_ids, family.stops))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text_end, call_end = (reference.convert_tokens_to_ids(tag) if tag else -1 for tag in (family.said, family.called))
+    config = make_config(tmp_path, *map(reference.convert_tokens_to_ids, family.stops))
     for messages, tools in conversations(family):
         # The reference: transformers renders it whole, up to the end of the last answer.
-        whole = theirs.apply_chat_template(messages, tools=tools or None, return_dict=False)
+        whole = reference.apply_chat_template(messages, tools=tools or None, return_dict=False)
         if family.name == "glm4.5":  # the token that begins the next message is the end
             whole.append(text_end)
         whole = whole[: len(whole) - whole[::-1].index(text_end)]
-        said = []
+        answers = []
         for i in (1, 3):
-            before = theirs.apply_chat_template(
+            before = reference.apply_chat_template(
                 messages[:i], tools=tools or None, add_generation_prompt=True, return_dict=False
             )
             assert whole[: len(before)] == before
             end = call_end if messages[i].get("tool_calls") else text_end
-            said.append(whole[len(before) : whole.index(end, len(before)) + 1])
+            answers.append(whole[len(before) : whole.index(end, len(before)) + 1])
 
         made: Demonstration = DemonstrationMaker(config, tokenizer).make({"messages": messages, "tools": tools}, 0)
         (branch,) = made.branches
-        assert [one.token_ids for one in branch.sampled] == said and branch.token_ids == whole
+        assert [sample.token_ids for sample in branch.sampled] == answers and branch.token_ids == whole
 
-        assert asyncio.run(play(config, tokenizer, messages, tools, said)) == whole
+        assert asyncio.run(play(config, tokenizer, messages, tools, answers)) == whole
 
         renderer, session = asyncio.run(gateway_renderer(config, tmp_path)), Session("s", SamplingParameters(8), 8192)
-        for i, sampled in zip((1, 3), said, strict=True):
+        for i, sampled in zip((1, 3), answers, strict=True):
             prompt = session.prompt(renderer, messages[:i], tools)
             session.record(prompt, completion := answer(sampled))
             session.remember("x", Call(messages[:i], tools), Choice(messages[i], completion))
         (branch,) = session.branches
         assert branch.token_ids == whole
         # An answer that was cut off before its end, or between the tokens that end it, gets what is missing.
-        for length in range(3, len(said[0])) if not tools else ():
-            held = [*renderer.render_prompt(messages[:1], tools), *said[0][:length]]
+        for length in range(3, len(answers[0])) if not tools else ():
+            held = [*renderer.render_prompt(messages[:1], tools), *answers[0][:length]]
             if whole[len(held)] in tokenizer.special_token_ids:
                 assert [*held, *renderer.following(held, messages[2:3], tools)] == whole[: len(prompt)]
 
@@ -169,7 +169,7 @@ def test_a_turn_that_the_template_rewrites_is_refused_before_it_is_sampled(tmp_p
         (BY_NAME["qwen2.5 base"], "<|im_end|>"), (BY_NAME["qwen2.5"], ""), (BY_NAME["glm4.5"], ""),
         (BY_NAME["cohere2"], ""), (Family("phi3", PHI3, ("<|endoftext|>",), ""), "<|end|>"),
     ],
-    ids=lambda one: getattr(one, "name", ""),
+    ids=lambda value: getattr(value, "name", ""),
 )  # fmt: skip
 def test_ends_of_turns_that_do_not_stop_sampling_are_warned_of(
     family: Family, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -183,9 +183,9 @@ def test_ends_of_turns_that_do_not_stop_sampling_are_warned_of(
         load_datasets(config, PromptMaker(config, tokenizer).renderer)
     assert [record.getMessage().count(f"ends turns with {end!r}") for record in caplog.records] == [1] * bool(end)
     if end:
-        (told,) = caplog.records
+        (warning,) = caplog.records
         (token,) = tokenizer.encode(end)
-        assert told.getMessage().endswith(f"(set rollout.stop_token_ids = [{token}])")
+        assert warning.getMessage().endswith(f"(set rollout.stop_token_ids = [{token}])")
         ChatRenderer(tokenizer, [token]).warn_of_ends()
         assert len(caplog.records) == 1
 

@@ -26,7 +26,7 @@ def read_manifest() -> dict[tuple[str, str], dict[str, Any]]:
     """(kind, name) → resource."""
     yaml = pytest.importorskip("yaml")
     documents = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
-    return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in documents}
+    return {(document["kind"], document["metadata"]["name"]): document["spec"] for document in documents}
 
 
 def test_pods_find_each_other_and_the_run_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +127,13 @@ def test_the_lock_has_every_requirement_with_hashes() -> None:
     locked: dict[str, list[Requirement]] = {}
     for line in (ROOT / "scripts/requirements.lock").read_text().splitlines():
         text, *hashes = line.split(" --hash=")
-        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), text
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for digest in hashes), text
         requirement = Requirement(text)
         locked.setdefault(requirement.name, []).append(requirement)
     # Their build depends on the machine.
     assert not [name for name in locked if re.match("torch|triton|nvidia-|cuda-", name)]
     for wanted in map(Requirement, read_requirements(["data", "test"])):
-        versions = [str(one.specifier).removeprefix("==") for one in locked.get(wanted.name, [])]
+        versions = [str(pin.specifier).removeprefix("==") for pin in locked.get(wanted.name, [])]
         assert wanted.name == "torch" or (versions and all(map(wanted.specifier.contains, versions))), wanted
 
 

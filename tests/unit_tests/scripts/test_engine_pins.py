@@ -38,7 +38,7 @@ def test_trainer_and_engines_have_one_nccl() -> None:
     ours = torch_of_gpu_builds()
     assert {PINS[f"torch=={version}"][NCCL] for version in torches} == {PINS[f"torch=={ours}"][NCCL]}
     # A colocated trainer has vLLM's torch.
-    (allowed,) = [one for one in read_requirements([]) if one.startswith("torch>")]
+    (allowed,) = [requirement for requirement in read_requirements([]) if requirement.startswith("torch>")]
     least, below = (version_numbers(bound) for bound in re.findall(r"[<>=]+([\d.]+)", allowed))
     assert all(least <= version_numbers(version) < below for version in (*torches, ours))
 
@@ -54,7 +54,7 @@ def test_the_record_is_what_the_index_says(pinned: str) -> None:
     )
     requires = json.loads(done.stdout)["install"][0]["metadata"]["requires_dist"]
     for name, version in PINS[pinned].items():
-        assert any(re.match(rf"{name}=={re.escape(version)}(;|$)", one.replace(" ", "")) for one in requires), requires
+        assert any(re.match(rf"{name}=={re.escape(version)}(;|$)", row.replace(" ", "")) for row in requires), requires
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -158,20 +158,20 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
     words = [call for call in calls if call != "stopped"]
     assert len({token for _, token in words}) == 1 and len(words[0][1]) > 20
     servers = sorted(
-        (one for one, _ in words if "scripts/launch_vllm_server.sh" in one),
-        key=lambda one: one[one.index("--port") + 1],
+        (command for command, _ in words if "scripts/launch_vllm_server.sh" in command),
+        key=lambda command: command[command.index("--port") + 1],
     )
-    for number, one in enumerate(servers):
-        assert one[one.index("--nodelist") + 1] == one[one.index("--host") + 1] == "gpu3"
-        assert one[one.index("--port") + 1] == str(8000 + number)
-        assert f"CUDA_VISIBLE_DEVICES={['0,1', '2,3'][number]}" in one
-        assert one[one.index("--tensor-parallel-size") + 1] == "2"
-        assert one[one.index("--cpus-per-task") + 1] == "32" and one[one.index("--cpu-bind") + 1] == "none"
+    for number, server in enumerate(servers):
+        assert server[server.index("--nodelist") + 1] == server[server.index("--host") + 1] == "gpu3"
+        assert server[server.index("--port") + 1] == str(8000 + number)
+        assert f"CUDA_VISIBLE_DEVICES={['0,1', '2,3'][number]}" in server
+        assert server[server.index("--tensor-parallel-size") + 1] == "2"
+        assert server[server.index("--cpus-per-task") + 1] == "32" and server[server.index("--cpu-bind") + 1] == "none"
         # What the run says counts here, too; the engine is the one that was installed before.
-        said = parse_arguments(["--engine", "vllm", *one[one.index("--host") :]])
-        assert (said.model, said.dtype, said.max_length) == (str(model), "bfloat16", 64)
-        assert (said.update_mode, said.passed, said.python) == ("drain", ["--seed", "3"], sys.executable)
-    (training,) = [one for one, _ in words if "torchtitan.grpo_train" in one]
+        arguments = parse_arguments(["--engine", "vllm", *server[server.index("--host") :]])
+        assert (arguments.model, arguments.dtype, arguments.max_length) == (str(model), "bfloat16", 64)
+        assert (arguments.update_mode, arguments.passed, arguments.python) == ("drain", ["--seed", "3"], sys.executable)
+    (training,) = [command for command, _ in words if "torchtitan.grpo_train" in command]
     assert training[training.index("--nodelist") + 1] == "gpu1,gpu2"
     assert training[training.index("--cpus-per-task") + 1] == "64" and "--cpu-bind" in training
     assert training[training.index("--nnodes") + 1] == "2" and training[training.index("--nproc-per-node") + 1] == "4"
@@ -186,12 +186,12 @@ def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model
     nodes = ["gpu8", "gpu9", "gpu10", "gpu11"]  # sorted as words, gpu10 would be first
     done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SLURM_JOB_NODELIST=",".join(nodes), TRAIN_NODES="3")
     assert done.returncode == 0, done.stderr
-    (training,) = [one for one, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in one]
+    (training,) = [line for line, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in line]
     command = training[training.index("bash") :]
-    said = tmp_path / "said"
-    said.write_text('#!/bin/sh\necho "$@"\n')
-    said.chmod(0o755)
-    command[command.index(sys.executable)] = str(said)
+    script = tmp_path / "said"
+    script.write_text('#!/bin/sh\necho "$@"\n')
+    script.chmod(0o755)
+    command[command.index(sys.executable)] = str(script)
     for rank, node in enumerate(nodes):
         started = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURMD_NODENAME": node})
         if node == "gpu11":  # serves
@@ -213,7 +213,7 @@ def test_a_range_of_training_nodes_survives_the_loss_of_some(
     if not words:
         assert done.returncode == 2 and "TRAIN_NODES=" in done.stderr and not calls
         return
-    (training,) = [one for one, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in one]
+    (training,) = [line for line, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in line]
     assert (
         training[training.index("--nnodes") + 1] == "1:3"
         and training[training.index("--nodelist") + 1] == "gpu10,gpu11,gpu9"
@@ -315,7 +315,7 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
     broken = {"kind": "parity_guard_failed", "reason": "KeyError(3)"}
     differs = {"kind": "weights_differ", "actor": "actor-0", "version": 3, "difference": 0.4}
     waiting = write_run(tmp_path / "waiting", [1, 1, 1, 100, 100, 110, 90, 100, 100, 100], [probed])
-    for name, rates, events, least, code, said in (
+    for name, rates, events, least, code, output in (
         ("faster", [1, 1, 150, 150, 150], [probed], 1.0, 0, "gain of not waiting: 1.50×"),
         ("slower", [90] * 5, [probed], 1.0, 1, "0.90× (at least 1: NO)"),
         ("slower is allowed", [90] * 5, [probed], 0.0, 0, "weights right"),
@@ -328,4 +328,4 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
         run_folder = write_run(tmp_path / name, rates, events, probes=name != "the first only")
         arguments = ["--waiting", str(waiting), "--not-waiting", str(run_folder), "--least-gain", str(least)]
         assert judge(arguments) == code, name
-        assert said in capsys.readouterr().out
+        assert output in capsys.readouterr().out

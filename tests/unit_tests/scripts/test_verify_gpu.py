@@ -82,16 +82,16 @@ def verify(folder: Path, *words: str, gpus: int = 2) -> tuple[subprocess.Complet
 def test_checks_run_in_order_and_only_what_failed_runs_again(tmp_path: Path) -> None:
     done, written = verify(tmp_path)
     assert done.returncode == 1, done.stderr
-    statuses = {one["name"]: one["status"] for one in written["results"]}
+    statuses = {result["name"]: result["status"] for result in written["results"]}
     assert list(statuses.items()) == [
         ("first", "passed"), ("bars", "failed"), ("hangs", "late"), ("silent", "failed"), ("breaks", "failed"),
         ("many", "left out"),
     ]  # fmt: skip
-    measured = {one["name"]: one["measured"] for one in written["results"]}
+    measured = {result["name"]: result["measured"] for result in written["results"]}
     assert measured["first"] == "3 passed" and "exit code 3" in measured["breaks"]
     assert measured["silent"] == "not said: done" and measured["many"] == "needs 8 GPUs"
-    (figures,) = [one["figures"] for one in written["results"] if one["name"] == "bars"]
-    assert [(one["key"], one["measured"], one["met"]) for one in figures] == [("gain", 1.5, False), ("loss", 0.1, True)]
+    (figures,) = [result["figures"] for result in written["results"] if result["name"] == "bars"]
+    assert [(bar["key"], bar["measured"], bar["met"]) for bar in figures] == [("gain", 1.5, False), ("loss", 0.1, True)]
     assert written["machine"]["gpus"] == ["NVIDIA H100, 580.1, 81559 MiB"] * 2
     assert "gain" in done.stdout and "MISSED" in done.stdout and "late     hangs" in done.stdout
     # Nothing of a check that was late is left.
@@ -208,7 +208,7 @@ esac
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     folder = root / "outputs/verify_gpu_quick"
-    statuses = {one["name"]: one["status"] for one in json.loads((folder / "results.json").read_text())["results"]}
+    statuses = {item["name"]: item["status"] for item in json.loads((folder / "results.json").read_text())["results"]}
     failed = {"marked_tests": "failed", "train_0.6b": "failed"} | left_out
     assert len(statuses) == 11 and {name: status for name, status in statuses.items() if status != "passed"} == failed
     # One table for the documentation: what was expected beside what was measured, also of what failed.
@@ -240,5 +240,5 @@ def test_figures_of_a_run_are_held_against_the_plan(tmp_path: Path, monkeypatch:
     memory = estimate_memory(config, shape, 1)
     assert found["peak_over_plan"][0] == pytest.approx(20 * 2**30 / memory.total)
     assert found["reserved_over_allocated"] == (1.25, 1.15) and found["mfu"] == (0.3, 0.2)
-    said = re.findall(r"while (?:training|generating): (\S+) GiB", describe_plan(config, 1))
-    assert found["used_over_plan"][0] == pytest.approx(80 / max(map(float, said)), rel=1e-3)
+    sizes = re.findall(r"while (?:training|generating): (\S+) GiB", describe_plan(config, 1))
+    assert found["used_over_plan"][0] == pytest.approx(80 / max(map(float, sizes)), rel=1e-3)

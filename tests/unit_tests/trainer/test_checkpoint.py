@@ -93,8 +93,8 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, async_mode: str, offloads:
         assert restored.version == 3
         assert restored.rollout == b"unused groups \x00\xff"
         assert resumed.train(4) == expected
-        for ours, theirs in zip(resumed.policy.parameters(), run.policy.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+        for ours, original in zip(resumed.policy.parameters(), run.policy.parameters(), strict=True):
+            assert torch.equal(ours, original)
 
 
 def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     run.checkpointer.wait()
     resumed = Run(tmp_path, seed=1)
     resumed.checkpointer.load()
-    for ours, theirs in zip(resumed.policy.parameters(), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for ours, original in zip(resumed.policy.parameters(), expected, strict=True):
+        assert torch.equal(ours, original)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
 
         with monkeypatch.context() as patch:
             patch.setattr("torchtitan.trainer.checkpoint.FileSystemWriter.write_data", fail)
-            said = r"\(\d+ MiB are free there\) could not be written: No space left on device$"
-            with pytest.raises(UserError, match=said):
+            message = r"\(\d+ MiB are free there\) could not be written: No space left on device$"
+            with pytest.raises(UserError, match=message):
                 run.save(2)
                 run.checkpointer.wait()
         assert whole_steps(run.checkpointer.folder) == [1]
@@ -241,8 +241,8 @@ def test_a_damaged_checkpoint_is_named_with_one_that_can_be_loaded(tmp_path: Pat
     (file,) = (folder / "step-3").glob("*.distcp")
     whole = file.read_bytes()
     file.write_bytes(whole[:-7])
-    said = rf"step-3 is damaged: __0_0.distcp has {len(whole) - 7} of {len(whole)} bytes.*\.resume = .*/step-2$"
-    with pytest.raises(UserError, match=said):
+    message = rf"step-3 is damaged: __0_0.distcp has {len(whole) - 7} of {len(whole)} bytes.*\.resume = .*/step-2$"
+    with pytest.raises(UserError, match=message):
         Run(tmp_path).checkpointer.load()
     # A copy without the position in the data would begin with the first prompt again.
     (folder / "step-2" / "rollout.bin").unlink()

@@ -120,8 +120,8 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     ):
         asyncio.run(controller._note_evictions(actors))
     assert parts.redone == [("a", "no byte within 5 s")] * 2
-    told = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
-    assert told == [("actor_evicted_from_sync", actor, "no byte within 5 s") for actor in ("a", "b", "a")]
+    events = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
+    assert events == [("actor_evicted_from_sync", actor, "no byte within 5 s") for actor in ("a", "b", "a")]
 
 
 def test_a_late_actor_is_told_once_until_it_is_late_again(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_a_late_actor_is_told_once_until_it_is_late_again(tmp_path: Path) -> Non
     late = ActorStatus(ActorState.LATE, 3, True, "took no version within 70 s", 0)
     for actor in (late, late, status("ready", 0), late):
         asyncio.run(controller._note_evictions({"a": actor}))
-    told = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
-    assert told == [("actor_late", "a", "took no version within 70 s")] * 2
+    events = [(event["kind"], event["actor"], event["reason"]) for event in read_json_lines(controller.events.path)]
+    assert events == [("actor_late", "a", "took no version within 70 s")] * 2
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_a_reward_function_that_fails_leaves_both_outcomes_open(tmp_path: Path) 
         for completion, (reward, _) in zip(completions, found, strict=True):
             if reward == 0:
                 completion.failed_rewards.add("arithmetic")
-        return [one if one[0] else (None, {"arithmetic": None}) for one in found]
+        return [outcome if outcome[0] else (None, {"arithmetic": None}) for outcome in found]
 
     actors.score = failing  # type: ignore[method-assign]
     figures, true = evaluate(evaluator), evaluate(other)
@@ -293,6 +293,6 @@ def test_the_interval_of_a_mean_of_sets_covers_the_truth_as_often_as_it_says() -
         sets = {name: Drawn(share) for name, share in truth.items()}
         found = [await evaluate_all(sets, 3, 0, 0, 1.0) for _ in range(1000)]  # type: ignore[arg-type]
         mean = statistics.fmean(truth.values())
-        return statistics.fmean(one["eval/interval_low"] <= mean <= one["eval/interval_high"] for one in found)
+        return statistics.fmean(result["eval/interval_low"] <= mean <= result["eval/interval_high"] for result in found)
 
     assert 0.93 < asyncio.run(covered()) < 0.98

@@ -42,12 +42,12 @@ def expected_loads(directory: Path, groups: list[Group]) -> torch.Tensor:
     """[mixtures, experts]: how often each sequence's tokens choose them, each sequence computed alone."""
     policy = load_policy(directory)
     loads = torch.zeros(len(mixtures(policy)), 8, dtype=torch.int64)
-    for place, one in enumerate(mixtures(policy)):
+    for place, layer in enumerate(mixtures(policy)):
 
         def count(_: int, experts: torch.Tensor, into: torch.Tensor = loads[place]) -> None:
             into += experts[: len(tokens)].flatten().bincount(minlength=8)
 
-        one.record = count
+        layer.record = count
     for branch in (branch for group in groups for sample in group.samples for branch in sample.branches):
         tokens = torch.tensor(branch.token_ids[:-1])
         with torch.no_grad():
@@ -67,12 +67,12 @@ class Counted(PolicyTrainer):
         self._step, self.expert_load.step = self.expert_load.step, self._counted_step  # type: ignore[method-assign]
 
     def _counted_step(self) -> None:
-        gates = [one.gate for one in mixtures(self.policy)]
+        gates = [layer.gate for layer in mixtures(self.policy)]
         before = [gate.e_score_correction_bias.clone() for gate in gates]
-        self.loads.append(torch.stack([self.expert_load._loads[one.index] for one in mixtures(self.policy)]))
+        self.loads.append(torch.stack([self.expert_load._loads[layer.index] for layer in mixtures(self.policy)]))
         self._step()
         self.moved.append(
-            torch.stack([gate.e_score_correction_bias - one for gate, one in zip(gates, before, strict=True)])
+            torch.stack([gate.e_score_correction_bias - bias for gate, bias in zip(gates, before, strict=True)])
         )
 
 

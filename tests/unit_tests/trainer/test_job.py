@@ -62,11 +62,11 @@ def test_ranks_end_with_the_exit_code_of_the_one_that_cannot_publish(
     error: UserError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the launcher, which looks at the first that has ended, would take what may pass for a mistake."""
-    told, codes = list[bytes](), list[int]()
+    broadcasts, codes = list[bytes](), list[int]()
 
     def broadcast(data: bytes | None) -> bytes:
-        told.extend([data] if data is not None else [])
-        return told[0]
+        broadcasts.extend([data] if data is not None else [])
+        return broadcasts[0]
 
     def cannot(*_arguments: object, **_named: object) -> None:
         raise error
@@ -86,18 +86,18 @@ def test_ranks_end_with_the_exit_code_of_the_one_that_cannot_publish(
 
 def test_clock_that_is_set_anew_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two that a step's time is without: evaluations of demonstrations, and the probe."""
-    hours, told = itertools.count(step=3600.0), list[float]()
+    hours, durations = itertools.count(step=3600.0), list[float]()
     monkeypatch.setattr(time, "time", lambda: next(hours))
     training = TrainingJob(JobConfig())
     figures = SimpleNamespace(cross_entropy=lambda _: {}, score=lambda _: [], next_log_probs=lambda *_: [])
-    evaluations = SimpleNamespace(take_loss=lambda _version, _figures, _began, seconds: told.append(seconds))
+    evaluations = SimpleNamespace(take_loss=lambda _version, _figures, _began, seconds: durations.append(seconds))
     controller = SimpleNamespace(evaluations=evaluations, expect=lambda *_: None)
     recorder = SimpleNamespace(add=lambda *_: None)
     for name, value in {"trainer": figures, "controller": controller, "_recorder": recorder, "_probe": [1, 2]}.items():
         monkeypatch.setattr(training, name, value, raising=False)
     training.evaluate(Batch(0, []))
     training._offered(True, 0.0)
-    assert all(0.0 <= seconds < PATIENCE_S for seconds in (*told, training._probe_s)) and len(told) == 1
+    assert all(0.0 <= seconds < PATIENCE_S for seconds in (*durations, training._probe_s)) and len(durations) == 1
 
 
 @pytest.mark.parametrize(("stepped", "after"), [(False, 300), (True, 120)])

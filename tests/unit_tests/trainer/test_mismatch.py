@@ -25,13 +25,13 @@ def sampled_by(trainer: PolicyTrainer, engine: Decoder, seed: int, version: int,
     """A batch whose log-probs an engine with these weights has reported."""
     batch = make_batch(seed)
     batch.version = trained_at
-    own, trainer.policy = trainer.policy, engine
+    policy, trainer.policy = trainer.policy, engine
     for sample in batch.samples:
         scored = trainer.score(sample.prompt_ids + sample.completion_ids)
         completion = completion_of(sample)
         completion.log_probs = scored[len(sample.prompt_ids) - 1 :]
         completion.spans = [VersionSpan("e", version, 0, len(sample.completion_ids))]
-    trainer.policy = own
+    trainer.policy = policy
     return batch
 
 

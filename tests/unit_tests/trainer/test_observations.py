@@ -32,9 +32,9 @@ def make_batch() -> Batch:
     def branch(prompt: list[int], turns: int) -> Branch:
         segments: list[Segment] = [Given(prompt)]
         for turn in range(turns):
-            said = some(5)
-            log_probs = [rng.uniform(-6.0, -4.0) for _ in said]
-            segments += [Completion(said, log_probs, "stop", [VersionSpan("e", 0, 0, len(said))])]
+            tokens = some(5)
+            log_probs = [rng.uniform(-6.0, -4.0) for _ in tokens]
+            segments += [Completion(tokens, log_probs, "stop", [VersionSpan("e", 0, 0, len(tokens))])]
             segments += [Given(some(6))] if turn < turns - 1 or rng.random() < 0.5 else []
         return Branch(segments)
 

@@ -28,7 +28,7 @@ def config_of(root: Path, changes: dict[str, Any]) -> JobConfig:
     config.model.hf_assets_path = str(root / "model")
     for key, value in changes.items():
         if key == "source":
-            config.source = [Source(**one) for one in value]
+            config.source = [Source(**source) for source in value]
             continue
         table, name = key.split(".")
         setattr(getattr(config, table), name, value)
@@ -146,8 +146,8 @@ def test_random_weights_are_those_of_their_seed(root: Path) -> None:
     args = FLAVORS["qwen3"]["debug"]
 
     def of_seed(seed: int) -> Origins:
-        own = {"model.hf_assets_path": "", "model.flavor": "debug", "training.seed": seed}
-        return Origins(config_of(root, {**CLOSE, **own}), args)
+        changes = {"model.hf_assets_path": "", "model.flavor": "debug", "training.seed": seed}
+        return Origins(config_of(root, {**CLOSE, **changes}), args)
 
     saved = of_seed(1).describe()
     assert of_seed(1).problem(saved, root) == ""
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_does_not_say_is_named(root: Path, caplog: pytest.LogC
     assert "does not say with which weights in model.hf_assets_path" in caplog.text
 
 
-@pytest.mark.parametrize(("family", "flavor"), [(family, name) for family, own in FLAVORS.items() for name in own])
+@pytest.mark.parametrize(("family", "flavor"), [(family, name) for family, names in FLAVORS.items() for name in names])
 def test_every_shape_can_be_compared(family: str, flavor: str, root: Path) -> None:
     config = config_of(root, {})
     before, after = (Origins(config, FLAVORS[family][flavor]).describe() for _ in range(2))

@@ -112,7 +112,7 @@ def test_samples_keep_their_log_probs_from_before_the_batch(
 
 
 def weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in trainer.policy.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in trainer.policy.named_parameters()}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -137,7 +137,7 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(
         batch.groups = batch.groups[groups]
         before = weights(trainer)
         metrics = trainer.train_batch(batch).metrics
-        moved = any(not torch.equal(one, before[name]) for name, one in weights(trainer).items())
+        moved = any(not torch.equal(weight, before[name]) for name, weight in weights(trainer).items())
         assert moved == bool(metrics["optimizer_steps"]) and metrics["optimizer_steps_skipped"] == 0
         config.grpo.num_minibatches = 2
         return trainer, metrics
@@ -167,11 +167,11 @@ def test_an_optimizers_state_in_host_memory_changes_no_bit(tiny_checkpoint: Call
 
     (stays, _), (moves, stepped_with) = trained(False), trained("optimizer")
     assert all(torch.equal(value, weights(moves)[name]) for name, value in weights(stays).items())
-    for ours, theirs in zip(stays.parameters, moves.parameters, strict=True):
-        assert all(map(torch.equal, moments(stays, ours), moments(moves, theirs)))
+    for ours, other in zip(stays.parameters, moves.parameters, strict=True):
+        assert all(map(torch.equal, moments(stays, ours), moments(moves, other)))
     # A step has copies of what host memory holds between the steps.
-    assert stepped_with and not {id(one) for one in stepped_with} & {
-        id(one) for one in moments(moves, moves.parameters[0])
+    assert stepped_with and not {id(moment) for moment in stepped_with} & {
+        id(moment) for moment in moments(moves, moves.parameters[0])
     }
 
 
@@ -189,7 +189,7 @@ def test_a_resume_has_the_bits_of_the_save_however_late_it_is_written(
 
     def bits(trainer: SpiedTrainer) -> dict[str, torch.Tensor]:
         state = collect(trainer.policy, trainer.optimizer, 0)
-        return {name: one.clone() for name, one in state.items() if not name.startswith("random.")}
+        return {name: value.clone() for name, value in state.items() if not name.startswith("random.")}
 
     unbroken, checkpoints = started()
     unbroken.train(0)
@@ -208,11 +208,11 @@ def test_a_resume_has_the_bits_of_the_save_however_late_it_is_written(
     checkpoints.wait()
     resumed, checkpoints = started()
     checkpoints.load(1)
-    assert all(torch.equal(one, saved[name]) for name, one in bits(resumed).items())
+    assert all(torch.equal(value, saved[name]) for name, value in bits(resumed).items())
     for seed, (metrics, after) in zip((1, 2), expected, strict=True):
         found = resumed.train(seed)
         assert {name: found[name] for name in STEADY} == {name: metrics[name] for name in STEADY}
-        assert all(torch.equal(one, after[name]) for name, one in bits(resumed).items())
+        assert all(torch.equal(value, after[name]) for name, value in bits(resumed).items())
 
 
 def test_mismatch_is_that_of_all_minibatches(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -299,7 +299,7 @@ class Gradients:
         outputs[0].grad_fn.register_hook(self._backward)
 
     def _backward(self, gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
-        self.returned.append(any(one is not None and one.shape == self.weight.shape for one in gradients))
+        self.returned.append(any(grad is not None and grad.shape == self.weight.shape for grad in gradients))
         if self.weight.grad is not None:
             self.places.append(self.weight.grad.data_ptr())
 
@@ -373,7 +373,7 @@ def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:
         "gathered": [m.weight.dtype == torch.bfloat16 for m in trainer.policy.modules() if isinstance(m, ExpertLinear)],
         "figures": [
             metrics["grad_norm"],
-            *(full_tensor(one.detach()).double().sum().item() for one in trainer.parameters),
+            *(full_tensor(parameter.detach()).double().sum().item() for parameter in trainer.parameters),
         ],
     }
 
@@ -386,19 +386,19 @@ def test_unsharded_parameters_are_gathered_and_reduced_once_per_step(ranks: int,
     kept, freed = (
         run_distributed(function, ranks, checkpoint=checkpoint, reshard=way) for way in ("default", "always")
     )
-    for one, other in zip(kept, freed, strict=True):
-        assert one["figures"] == other["figures"] and not any(one["gathered"])
-        several = one["micro_batches"]
+    for kept_run, other in zip(kept, freed, strict=True):
+        assert kept_run["figures"] == other["figures"] and not any(kept_run["gathered"])
+        several = kept_run["micro_batches"]
         layers, mixtures = 3, 2
         groups = layers + 1 + mixtures * (ranks > 1)
         assert several >= 2 and other["gathers"] == 2 * groups * several and other["reductions"] == groups * several
         if ranks == 1:
             # The last micro-batch frees layers after its forward, but not embedding and head.
-            assert one["gathers"] == 2 * layers + 1 and one["reductions"] == groups
+            assert kept_run["gathers"] == 2 * layers + 1 and kept_run["reductions"] == groups
         else:
             # By default the last layer, embedding and head stay until the backward.
-            assert one["gathers"] == (2 * (layers - 1) + 2) * several + 2 * mixtures
-            assert one["reductions"] == (groups - mixtures) * several + mixtures
+            assert kept_run["gathers"] == (2 * (layers - 1) + 2) * several + 2 * mixtures
+            assert kept_run["reductions"] == (groups - mixtures) * several + mixtures
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -31,11 +31,11 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_s
 @settings(max_examples=200)
 @given(SEQUENCES)
 def test_a_token_is_computed_once_where_it_follows_the_same_tokens(lists: list[list[int]]) -> None:
-    sequences = [np.array(one, np.uint64) for one in lists]
+    sequences = [np.array(ids, np.uint64) for ids in lists]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 1)
         merged = merge(sequences)
-    assert sum(merged.lengths) == len({tuple(one[:end]) for one in lists for end in range(1, len(one) + 1)})
+    assert sum(merged.lengths) == len({tuple(ids[:end]) for ids in lists for end in range(1, len(ids) + 1)})
     usual = merge(sequences)
     assert sum(merged.lengths) <= sum(usual.lengths) <= sum(map(len, lists))
     for runs in (merged, usual, keep_apart(sequences)):
@@ -53,11 +53,11 @@ def test_a_token_is_computed_once_where_it_follows_the_same_tokens(lists: list[l
 @settings(max_examples=100)
 @given(SEQUENCES, st.integers(12, 60), st.integers(0, 99))
 def test_clusters_stay_within_the_budget(lists: list[list[int]], budget: int, seed: int) -> None:
-    sequences, rng = [np.array(one, np.uint64) for one in lists], random.Random(seed)
-    trained = [rng.randint(0, len(one)) for one in lists]
+    sequences, rng = [np.array(sequence, np.uint64) for sequence in lists], random.Random(seed)
+    trained = [rng.randint(0, len(sequence)) for sequence in lists]
     # A teacher reads one of three hints before each of them, or the sequence itself.
     hints = [[rng.randint(0, 3)] * rng.randint(0, budget - max(map(len, lists), default=0)) for _ in range(3)]
-    taught = [np.array([*rng.choice(hints), *one], np.uint64) for one in lists]
+    taught = [np.array([*rng.choice(hints), *sequence], np.uint64) for sequence in lists]
     for read in (None, taught):
         found, sizes = clusters(sequences, trained, budget, read)
         assert sorted(number for members in found for number in members) == list(range(len(lists)))
@@ -118,11 +118,11 @@ def test_a_step_is_the_same_to_the_last_bit_forward_and_to_rounding_backward(
         gradients: list[torch.Tensor] = []
 
         def look(*_: object, into: list[torch.Tensor] = gradients, trainer: SpiedTrainer = trainer) -> None:
-            into.extend(one.grad.flatten().clone() for one in trainer.parameters if one.grad is not None)
+            into.extend(weight.grad.flatten().clone() for weight in trainer.parameters if weight.grad is not None)
 
         trainer.optimizer.register_step_pre_hook(look)
         metrics = trainer.train_batch(batch).metrics
-        log_probs = torch.cat([branch.trainer_log_probs for one in batch.samples for branch in one.branches])
+        log_probs = torch.cat([branch.trainer_log_probs for sample in batch.samples for branch in sample.branches])
         found.append((log_probs, torch.cat(gradients).double(), metrics, trainer.policy))
     (apart, expected, figures, policy), (once, gradient, merged_figures, _) = found
     assert (merged_figures["computed_share"] or 1.0) < 0.6 and figures["computed_share"] == 1.0
@@ -152,7 +152,7 @@ def test_gradients_in_float64(tiny_checkpoint: Callable[..., Path], seed: int) -
         states = hidden(policy, runs, sequences)
         by = torch.randn(states.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         states.backward(by)
-        gradients.append(torch.cat([one.grad.flatten() for one in policy.parameters() if one.grad is not None]))
+        gradients.append(torch.cat([leaf.grad.flatten() for leaf in policy.parameters() if leaf.grad is not None]))
     assert ((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item() <= 1e-12
 
 

@@ -46,14 +46,14 @@ def build(config: JobConfig) -> tuple[Decoder, Reference, PolicyTrainer]:
 
 
 def weights(policy: Decoder) -> dict[str, torch.Tensor]:
-    return {name: full_tensor(one.detach()).clone() for name, one in policy.named_parameters()}
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in policy.named_parameters()}
 
 
 @torch.no_grad()
 def change(policy: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for one in policy.parameters():
-        one += 0.05 * torch.randn(one.shape, generator=generator).to(one.device)
+    for parameter in policy.parameters():
+        parameter += 0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
 
 
 @torch.no_grad()
@@ -68,8 +68,8 @@ def test_divergence_is_zero_until_the_policy_moves(config: JobConfig) -> None:
     before = weights(policy)
     divergences = [trainer.train_batch(make_batch(seed)).metrics["reference_kl"] for seed in (0, 1)]
     assert divergences[0] == 0.0 and divergences[1] is not None and divergences[1] > 1e-4
-    for name, one in reference.policy.named_parameters():
-        assert torch.equal(one, before[name]) and one.grad is None and not one.requires_grad
+    for name, parameter in reference.policy.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.grad is None and not parameter.requires_grad
     assert not torch.equal(policy.model.norm.weight, before["model.norm.weight"])
 
 
@@ -78,21 +78,21 @@ def test_follows_as_an_average_in_float64_does(config: JobConfig, offload: bool)
     config.grpo.reference_ema_decay = 0.8
     config.training.enable_cpu_offload = "optimizer" if offload else False
     policy, reference, _ = build(config)
-    expected = {name: one.double() for name, one in weights(policy).items()}
+    expected = {name: tensor.double() for name, tensor in weights(policy).items()}
     for version in range(1, 7):
         change(policy, version)
         # As in training: a forward comes before.
         log_probs(reference.policy)
         reference.follow(policy)
-        for name, one in weights(policy).items():
-            expected[name] = 0.8 * expected[name] + 0.2 * one.double()
+        for name, weight in weights(policy).items():
+            expected[name] = 0.8 * expected[name] + 0.2 * weight.double()
     assert reference.follows
-    for name, one in weights(reference.policy).items():
-        torch.testing.assert_close(one.double(), expected[name].to(one.device), rtol=1e-5, atol=1e-6)
+    for name, weight in weights(reference.policy).items():
+        torch.testing.assert_close(weight.double(), expected[name].to(weight.device), rtol=1e-5, atol=1e-6)
     # What is asked is what has followed.
     with torch.no_grad():
-        for name, one in policy.named_parameters():
-            one.copy_(expected[name])
+        for name, weight in policy.named_parameters():
+            weight.copy_(expected[name])
     torch.testing.assert_close(log_probs(reference.policy), log_probs(policy), rtol=1e-4, atol=1e-4)
 
 
@@ -125,12 +125,12 @@ def test_plan_counts_its_bytes(
         config.lora.adapter_path = str(tmp_path)
     config.training.enable_cpu_offload = "optimizer" if offload else False
     policy = build_policy(config, dims)
-    shared = {id(one) for one in policy.parameters()}
+    shared = {id(parameter) for parameter in policy.parameters()}
     reference = build_reference(config, dims, policy).policy
     planned = estimate(config)
-    assert planned.reference == sum(one.nbytes for one in reference.parameters() if id(one) not in shared)
+    assert planned.reference == sum(weight.nbytes for weight in reference.parameters() if id(weight) not in shared)
     assert (planned.reference > 0) == second
-    assert planned.parameters == sum(one.nbytes for one in policy.parameters())
+    assert planned.parameters == sum(parameter.nbytes for parameter in policy.parameters())
     config.grpo.kl_coefficient = 0.0
     alone = estimate(config)
     assert alone.reference == 0
@@ -145,8 +145,8 @@ def test_offloaded_reference_says_the_same(config: JobConfig) -> None:
     for _ in range(2):
         assert torch.equal(log_probs(offloaded.policy), log_probs(here.policy))
         # Nothing is left gathered after a forward.
-        assert all(isinstance(one, DTensor) and one.device.type == "cpu" for one in offloaded.policy.parameters())
-    assert not any(isinstance(one, DTensor) for one in policy.parameters())
+        assert all(isinstance(shard, DTensor) and shard.device.type == "cpu" for shard in offloaded.policy.parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -168,6 +168,6 @@ def test_a_reference_that_follows_comes_back_from_a_checkpoint(
     checkpointer.save(1)
     _, restored, other = attach()
     other.load()
-    for name, one in weights(restored.policy).items():
-        assert torch.equal(one, weights(reference.policy)[name])
-        assert not torch.equal(one, weights(policy)[name])
+    for name, weight in weights(restored.policy).items():
+        assert torch.equal(weight, weights(reference.policy)[name])
+        assert not torch.equal(weight, weights(policy)[name])

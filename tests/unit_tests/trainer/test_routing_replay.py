@@ -83,9 +83,9 @@ def test_the_embedded_engine_tells_all_routes(mixture: Path) -> None:
     for prompt, completions in zip([*PROMPTS, again], answers, strict=True):
         for completion in completions:
             assert completion.routes is not None and completion.routes.first == 0
-            told = Completion.from_json(json.loads(json.dumps(completion.to_json())))
-            assert told.routes is not None and told.routes.experts.dtype == np.uint8
-            assert np.array_equal(told.routes.experts, _recorded(mixture, prompt + completion.token_ids))
+            decoded = Completion.from_json(json.loads(json.dumps(completion.to_json())))
+            assert decoded.routes is not None and decoded.routes.experts.dtype == np.uint8
+            assert np.array_equal(decoded.routes.experts, _recorded(mixture, prompt + completion.token_ids))
     (silent,) = engine.generate([_request([9, 8], routes=False)])
     assert silent[0].routes is None
 
@@ -164,9 +164,9 @@ def _batch(directory: Path, dtype: torch.dtype, routes: bool, seed: int = 0) -> 
     groups = []
     for number, (request, answers) in enumerate(zip(requests, engine.generate(requests), strict=True)):
         samples = []
-        for place, one in enumerate(answers):
-            sample = single_turn(request.prompt_ids, one.token_ids, one.log_probs, one.spans, reward=float(place % 2))
-            sample.branches[0].segments[1] = one
+        for place, out in enumerate(answers):
+            sample = single_turn(request.prompt_ids, out.token_ids, out.log_probs, out.spans, reward=float(place % 2))
+            sample.branches[0].segments[1] = out
             samples.append(sample)
         groups.append(Group(number, samples))
     return Batch(0, groups)
@@ -212,10 +212,10 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
     batch, rate = _batch(mixture, torch.float32, routes=True), 0.01
     before, load = load_policy(mixture), torch.zeros(LAYERS, 8)
     routes = [sample.branches[0].sampled[0].routes for sample in batch.samples]
-    for one in routes:
-        assert one is not None
+    for route in routes:
+        assert route is not None
         for layer in range(LAYERS):
-            load[layer] += torch.from_numpy(one.experts[:, layer].astype(np.int64)).flatten().bincount(minlength=8)
+            load[layer] += torch.from_numpy(route.experts[:, layer].astype(np.int64)).flatten().bincount(minlength=8)
     config = JobConfig()
     config.model.hf_assets_path, config.training.expert_bias_rate = str(mixture), rate
     trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, 1))
@@ -256,5 +256,5 @@ def test_engines_that_would_pair_them_wrongly_are_refused(changes: dict[str, str
     vars(config.inference).update(changes)
     check = Check(config, 1, planning=True)
     check_inference(check)
-    said = [one.text for one in check.problems if one.key == "grpo.routing_replay"]
-    assert (problem in "".join(said)) if problem else not said
+    problems = [entry.text for entry in check.problems if entry.key == "grpo.routing_replay"]
+    assert (problem in "".join(problems)) if problem else not problems

@@ -65,7 +65,7 @@ class Trained(PolicyTrainer):
         self.optimizer.register_step_pre_hook(lambda *_: self.gradients.update(self._now()))
 
     def _now(self) -> dict[str, torch.Tensor]:
-        return {name: one.grad.clone() for name, one in self.policy.named_parameters() if one.grad is not None}
+        return {name: weight.grad.clone() for name, weight in self.policy.named_parameters() if weight.grad is not None}
 
 
 def demonstrations(config: JobConfig) -> Demonstrations:
@@ -95,10 +95,10 @@ def test_sft_has_the_gradient_of_the_cross_entropy_of_transformers(checkpoints: 
     (total / count).backward()
     assert metrics["loss"] == pytest.approx(total.item() / count, rel=1e-6)
     assert evaluated == {"eval/loss": pytest.approx(metrics["loss"], rel=1e-6), "eval/tokens": count}
-    expected = {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+    expected = {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
     assert trainer.gradients.keys() == expected.keys()
-    for name, one in expected.items():
-        torch.testing.assert_close(trainer.gradients[name], one, rtol=1e-3, atol=2e-6 * float(one.abs().max() + 1))
+    for name, grad in expected.items():
+        torch.testing.assert_close(trainer.gradients[name], grad, rtol=1e-3, atol=2e-6 * float(grad.abs().max() + 1))
     # Figures that compare with who has sampled would mean nothing.
     assert not {"mismatch_kl", "ratio/max", "clip/low_fraction"} & metrics.keys()
 
@@ -155,10 +155,10 @@ def train_stages(checkpoints: list[str], tp: int, stages: list[str]) -> list[lis
 @pytest.mark.parametrize("tp", [1, 2], ids=["fsdp", "tp"])
 def test_two_ranks_train_as_one_does(checkpoints: list[str], tp: int) -> None:
     alone = train_stages(checkpoints, 1, ["sft", "distill"])
-    assert len({str(one) for stage in alone for one in stage}) == 2 * (STEPS + 1)
+    assert len({str(metrics) for stage in alone for metrics in stage}) == 2 * (STEPS + 1)
     for rank in run_distributed(FUNCTION, 2, checkpoints=checkpoints, tp=tp, stages=["sft", "distill"]):
         for stage, expected in zip(rank, alone, strict=True):
-            assert stage == [pytest.approx(one, rel=1e-4, abs=1e-5) for one in expected]
+            assert stage == [pytest.approx(metrics, rel=1e-4, abs=1e-5) for metrics in expected]
 
 
 def test_a_policy_that_is_its_own_teacher_learns_nothing(checkpoints: list[str]) -> None:
@@ -172,7 +172,7 @@ def test_a_teacher_has_its_own_bits_whatever_the_policy_has(checkpoints: list[st
     config.lora.rank, config.lora.base_bits = 4, 4
     reference = build_reference(config, ParallelDims(1, 1, 1, 1), teacher).policy
     assert [*reference.state_dict()] == [*teacher.state_dict()]
-    assert all(torch.equal(one, teacher.state_dict()[name]) for name, one in reference.state_dict().items())
+    assert all(torch.equal(tensor, teacher.state_dict()[name]) for name, tensor in reference.state_dict().items())
 
 
 @pytest.mark.slow

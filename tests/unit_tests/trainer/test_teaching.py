@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_transformers_in_float64(
     for sample in batch.samples:
         if column == "success" and not sample.is_hinted:
             continue
-        prompt, completion = (one.token_ids for one in sample.branches[0].segments)
+        prompt, completion = (segment.token_ids for segment in sample.branches[0].segments)
         read = sample.branches[0].sampled[0].hint_ids or prompt
         p = (model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
         with torch.no_grad():
@@ -111,10 +111,10 @@ def test_the_gradient_is_that_of_transformers_in_float64(
     (0.7 * total / count).backward()
     assert metrics["teacher_kl"] == pytest.approx(total.item() / count, rel=1e-5)
     assert metrics["loss"] == pytest.approx(0.7 * total.item() / count, rel=1e-5)
-    for name, one in model.named_parameters():
-        if one.grad is not None:
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
             torch.testing.assert_close(
-                trainer.gradients[name], one.grad.float(), rtol=1e-3, atol=2e-6 * float(one.grad.abs().max() + 1)
+                trainer.gradients[name], weight.grad.float(), rtol=1e-3, atol=2e-6 * float(weight.grad.abs().max() + 1)
             )
 
 
@@ -137,7 +137,7 @@ def test_the_moving_average_teaches_in_place_of_the_policy(checkpoints: list[str
     total, count = 0.0, 0
     with torch.no_grad():
         for sample in batch.samples:
-            prompt, completion = (one.token_ids for one in sample.branches[0].segments)
+            prompt, completion = (segment.token_ids for segment in sample.branches[0].segments)
             tokens, predicting = torch.tensor([prompt + completion]), slice(len(prompt) - 1, -1)
             p, q = (model(tokens).logits[0, predicting].log_softmax(-1) for model in (policy, teacher))
             total, count = total + float((p.exp() * (p - q)).sum()), count + len(completion)
@@ -164,21 +164,21 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
     assert [*trainer.references] == [os.path.realpath(path) for path in (checkpoints[1], checkpoints[0])]
     shape = read_shape(config)
     assert shape is not None
-    held = sum(one.nbytes for each in trainer.references.values() for one in each.policy.parameters())
+    held = sum(parameter.nbytes for each in trainer.references.values() for parameter in each.policy.parameters())
     assert estimate_memory(config, shape, 1).reference == held
     # A policy that moved is another one than its own checkpoint.
     generator = torch.Generator().manual_seed(2)
-    noise = [0.05 * torch.randn(one.shape, generator=generator) for one in trainer.policy.parameters()]
+    noise = [0.05 * torch.randn(parameter.shape, generator=generator) for parameter in trainer.policy.parameters()]
 
     def figures(trainer: Trained, batch: Batch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         with torch.no_grad():
-            for one, moved in zip(trainer.policy.parameters(), noise, strict=True):
-                one.add_(moved)
-        return trainer.train_batch(batch).metrics, {name: one.double() for name, one in trainer.gradients.items()}
+            for parameter, moved in zip(trainer.policy.parameters(), noise, strict=True):
+                parameter.add_(moved)
+        return trainer.train_batch(batch).metrics, {name: grad.double() for name, grad in trainer.gradients.items()}
 
     together, gradients = figures(trainer, copy.deepcopy(batch))
     loss, kl, taught, count = 0.0, 0.0, 0, 0
-    total = {name: torch.zeros_like(one) for name, one in gradients.items()}
+    total = {name: torch.zeros_like(tensor) for name, tensor in gradients.items()}
     for name, path in named.items():
         part = Batch(0, [group for group in batch.groups if group.source == name])
         tokens = sum(len(sample.completion_ids) for sample in part.samples)
@@ -186,18 +186,18 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
         if path:
             alone = configured(checkpoints, divergence, path)
             alone.rollout.temperature = 1.0
-            metrics, own = figures(Trained(alone), copy.deepcopy(part))
+            metrics, source_gradients = figures(Trained(alone), copy.deepcopy(part))
             loss, kl, taught = loss + tokens * metrics["loss"], kl + tokens * metrics["teacher_kl"], taught + tokens
-            for key, one in own.items():
-                total[key] += tokens * one
+            for key, gradient in source_gradients.items():
+                total[key] += tokens * gradient
         else:
             assert "teacher_kl" not in figures(Trained(config), copy.deepcopy(part))[0]
     assert kl / taught > 1e-3
     assert together["loss"] == pytest.approx(loss / count, rel=1e-5, abs=1e-7)
     assert together["teacher_kl"] == pytest.approx(kl / taught, rel=1e-5)
-    for name, one in gradients.items():
-        scale = float(one.abs().max() + 1e-3)
-        torch.testing.assert_close(one, total[name] / count, rtol=1e-3, atol=2e-5 * scale)
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max() + 1e-3)
+        torch.testing.assert_close(gradient, total[name] / count, rtol=1e-3, atol=2e-5 * scale)
 
 
 def test_hinted_prompts_are_computed_once_for_a_teacher(checkpoints: list[str]) -> None:
@@ -225,10 +225,10 @@ def figures(checkpoints: list[str], tp: int) -> list[list[float]]:
     several = configured(checkpoints, "jsd", "")
     several.distill.hint = ""
     several.source = [Source(str(number), {"distill.teacher": path}) for number, path in enumerate(checkpoints[::-1])]
-    own = configured([checkpoints[1], ""], "reverse_kl", "", **adapters)
+    self_taught = configured([checkpoints[1], ""], "reverse_kl", "", **adapters)
     average = configured([checkpoints[1], ""], "forward_kl", "")
     average.distill.hint, average.grpo.reference_ema_decay = "success", 0.5
-    for config in (configured(checkpoints, "jsd"), own, several, average):
+    for config in (configured(checkpoints, "jsd"), self_taught, several, average):
         config.parallelism.tensor_parallel_degree = tp
         trainer = Trained(config)
         for number in range(2):
@@ -263,7 +263,7 @@ async def test_a_server_that_is_asked_for_all_tokens_teaches_what_ranks_do(check
     with mock.patch.dict(os.environ, TORCHTITAN_TEACHER_TOKEN="its token"):
         teacher = Teacher(config.distill)
     try:
-        await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])
+        await teacher.teach([Trajectory(sample.branches, sample.finish_reason, "") for sample in batch.samples])
     finally:
         await teacher.close()
         await server.close()

@@ -227,11 +227,11 @@ print(Counts.operations, torch.cuda.is_initialized(), len(os.listdir("/proc/self
 
 
 def test_the_engine_is_loaded_without_tensors_devices_and_threads() -> None:
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LOADS, *forking.MODULES], capture_output=True, text=True, check=True, cwd=ROOT,
         env={**child_environment(threads=2), "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert told.stdout.split("\n")[-2] == "[] False 1"
+    assert result.stdout.split("\n")[-2] == "[] False 1"
 
 
 def test_a_run_has_one_fork_server_whatever_libraries_add_to_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,9 @@ class Site:
 async def connect(port: int, count: int) -> list[socket.socket]:
     """So many connections to the port, begun at the same time."""
     loop, made = asyncio.get_running_loop(), [socket.socket() for _ in range(count)]
-    for one in made:
-        one.setblocking(False)
-    await asyncio.gather(*(loop.sock_connect(one, (LOOPBACK, port)) for one in made))
+    for connection in made:
+        connection.setblocking(False)
+    await asyncio.gather(*(loop.sock_connect(client, (LOOPBACK, port)) for client in made))
     return made
 
 
@@ -57,8 +57,8 @@ def is_closed(connection: socket.socket) -> bool:
 @asynchronous
 async def test_idle_strangers_are_few_and_let_go_while_known_clients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
-    one = Site()
-    port = await one.site.start(LOOPBACK, 0)
+    server = Site()
+    port = await server.site.start(LOOPBACK, 0)
     timeout = aiohttp.ClientTimeout(PATIENCE_S)
     async with aiohttp.ClientSession(f"http://{LOOPBACK}:{port}", timeout=timeout) as known:
 
@@ -75,26 +75,26 @@ async def test_idle_strangers_are_few_and_let_go_while_known_clients_stay(monkey
         await eventually(lambda: sum(map(is_closed, strangers)) >= 4 * MOST)
         assert await ask(known="yes") == connection, "another connection was needed"
         await eventually(lambda: all(map(is_closed, strangers)))
-        assert await ask(known="yes") == connection and not one.site._strangers
+        assert await ask(known="yes") == connection and not server.site._strangers
         for stranger in strangers:
             stranger.close()
-    await one.site.close()
+    await server.site.close()
 
 
 @asynchronous
 async def test_a_stranger_may_still_become_known_when_the_house_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
-    one = Site()
-    port = await one.site.start(LOOPBACK, 0)
+    server = Site()
+    port = await server.site.start(LOOPBACK, 0)
     with pytest.raises(UserError, match="cannot listen"):
         await Site().site.start(LOOPBACK, port)
     strangers = await connect(port, 3 * MOST)
     url, headers = f"http://{LOOPBACK}:{port}/", {"known": "yes"}
     async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
         assert response.status == 200
-    assert len(one.site._strangers) == MOST - 1
+    assert len(server.site._strangers) == MOST - 1
     # At the end nobody is waited for.
-    await asyncio.wait_for(one.site.close(), PATIENCE_S)
+    await asyncio.wait_for(server.site.close(), PATIENCE_S)
     for stranger in strangers:
         await eventually(partial(is_closed, stranger))
         stranger.close()
@@ -103,8 +103,8 @@ async def test_a_stranger_may_still_become_known_when_the_house_is_full(monkeypa
 @asynchronous
 async def test_many_known_clients_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_site, "MAX_STRANGERS", MOST)
-    one = Site()
-    port = await one.site.start(LOOPBACK, 0)
+    server = Site()
+    port = await server.site.start(LOOPBACK, 0)
     loop, clients = asyncio.get_running_loop(), list[socket.socket]()
 
     async def ask(client: socket.socket) -> bytes:
@@ -115,10 +115,10 @@ async def test_many_known_clients_may_come_at_once(monkeypatch: pytest.MonkeyPat
         return await loop.sock_recv(client, 15)
 
     answers = await asyncio.gather(*(ask(socket.socket()) for _ in range(5 * MOST)))
-    assert answers == [b"HTTP/1.1 200 OK"] * 5 * MOST and not one.site._strangers
+    assert answers == [b"HTTP/1.1 200 OK"] * 5 * MOST and not server.site._strangers
     for client in clients:
         client.close()
-    await one.site.close()
+    await server.site.close()
 
 
 @asynchronous
@@ -129,8 +129,8 @@ async def test_requests_that_are_no_http_cost_few_short_lines(caplog: pytest.Log
     plain = web.AppRunner(web.Application())
     await plain.setup()
     await web.TCPSite(plain, LOOPBACK, 0).start()
-    one = Site()
-    ports = plain.addresses[0][1], await one.site.start(LOOPBACK, 0)
+    server = Site()
+    ports = plain.addresses[0][1], await server.site.start(LOOPBACK, 0)
     malformed = (
         b"GET / HTTP/1.1\nFORGED " + b"z" * 7000 + b"\n\n",
         b"GET / HTTP/1.1\r\nA: \0b\r\n\r\n",
@@ -144,7 +144,7 @@ async def test_requests_that_are_no_http_cost_few_short_lines(caplog: pytest.Log
                 await reader.read()
                 writer.close()
     await plain.cleanup()
-    await one.site.close()
+    await server.site.close()
     text = caplog.text
     assert "a request is refused" in text and "Traceback" not in text and 50 * "z" not in text
     assert len(text) < 10 * 400

@@ -34,14 +34,14 @@ def test_a_rank_that_is_stopped_is_named_once(
     monkeypatch.setattr(local_ranks, "STOPPED_S", 0)
     ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
     numbers = [rank.pid for rank in ranks]
-    said = f"[launch] local rank 1 has been stopped for 0 s: kill -CONT {ranks[1].pid} continues it\n"
+    message = f"[launch] local rank 1 has been stopped for 0 s: kill -CONT {ranks[1].pid} continues it\n"
     try:
         for _ in range(2):
             os.kill(ranks[1].pid, signal.SIGSTOP)
             until(lambda: psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED)
             stopped.check(numbers)
             stopped.check(numbers)
-            assert capfd.readouterr().err == said
+            assert capfd.readouterr().err == message
             os.kill(ranks[1].pid, signal.SIGCONT)
             until(lambda: psutil.Process(ranks[1].pid).status() != psutil.STATUS_STOPPED)
             stopped.check(numbers)

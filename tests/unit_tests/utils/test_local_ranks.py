@@ -80,11 +80,11 @@ def test_ranks_that_have_ended_well_are_not_missed(tmp_path: Path) -> None:
 
 
 def test_ranks_left_of_a_failed_launch_are_ended_and_get_a_second_signal(tmp_path: Path) -> None:
-    ready, told = tmp_path / "ready", tmp_path / "told"
-    waits = f"trap 'touch {told}' TERM; trap 'exit 0' INT; touch {ready}; while true; do sleep 0.05; done"
+    ready, signaled = tmp_path / "ready", tmp_path / "told"
+    waits = f"trap 'touch {signaled}' TERM; trap 'exit 0' INT; touch {ready}; while true; do sleep 0.05; done"
     launched = shell(2, f"if [[ $RANK = 1 ]]; then until [[ -e {ready} ]]; do sleep .1; done; exit 3; fi; {waits}")
     try:
-        until(told.exists, process=launched)
+        until(signaled.exists, process=launched)
         assert launched.poll() is None
         launched.send_signal(signal.SIGINT)
         _, errors = launched.communicate(timeout=PATIENCE_S)

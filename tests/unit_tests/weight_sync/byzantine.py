@@ -80,16 +80,16 @@ class Byzantine:
             channel.send(LIES[self.how](self, *about))
             self._later(lambda: None if channel.closed else self._speak(channel))
             return
-        one = rng.choice(self.said) if replays else message(rng, *about, list(self.job.version_of))
-        self.said.append(one)
+        outgoing = rng.choice(self.said) if replays else message(rng, *about, list(self.job.version_of))
+        self.said.append(outgoing)
         self.floods += self.how == "floods"
         count = FLOOD if self.how == "floods" and self.floods <= FLOODS else 1
         if count > 1:
-            one = {"type": rng.choice(("ping", "pulling")), "serial": 1, "version": 1}
+            outgoing = {"type": rng.choice(("ping", "pulling")), "serial": 1, "version": 1}
             if channel.peer.process is not self.job.registry_process:  # type: ignore[attr-defined]
-                one = {"type": "open", "pull": 1, "serial": 1, "buckets": [[0, 1]]}
+                outgoing = {"type": "open", "pull": 1, "serial": 1, "buckets": [[0, 1]]}
         for _ in range(count):
-            channel.send(one)
+            channel.send(outgoing)
         if self.how != "silent" and not channel.closed:
             self._later(lambda: None if channel.closed else self._speak(channel))
 
@@ -138,12 +138,12 @@ def held_bytes(job: Job) -> int:
     waiting: list[Any] = [vars(job.registry), *(vars(rank.server) for rank in job.ranks)]
     total = 0
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, (*outside, memoryview, bytearray)):
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, (*outside, memoryview, bytearray)):
             continue
-        seen.add(id(one))
-        total += one.__sizeof__()
-        waiting += gc.get_referents(one)
+        seen.add(id(item))
+        total += item.__sizeof__()
+        waiting += gc.get_referents(item)
     return total
 
 
@@ -215,11 +215,11 @@ def run_byzantine(seed: int, parts: Parts | None = None) -> Job:
     allowed = before + (len(hostile) + len(job.actors)) * BYTES_PER_PEER
     if (held := held_bytes(job)) > allowed:
         raise Violation(f"registry and shard servers hold {held} bytes, {before} before the hostile actors came")
-    if not all(one.connections for one in hostile):
+    if not all(attacker.connections for attacker in hostile):
         raise Violation("a hostile actor was never let in")
     job.registry._write = write  # from now on actors leave
-    for one in hostile:
-        one.process.kill()
+    for actor in hostile:
+        actor.process.kill()
     machine.run(machine.now + 1.0)
     finish(job, 8.0)
     return job

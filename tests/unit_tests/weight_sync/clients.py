@@ -55,7 +55,7 @@ class Client:
         """The newest message of this type; of a status, with all that earlier ones have said of actors."""
         found = [message for message in self.heard if message["type"] == kind]
         if kind == "status":
-            return {**found[-1], "actors": {name: one for message in found for name, one in message["actors"].items()}}
+            return {**found[-1], "actors": {name: row for message in found for name, row in message["actors"].items()}}
         return found[-1]
 
     def count(self, kind: str) -> int:

@@ -272,8 +272,8 @@ class Job:
         """It makes the bucket that it is for of the one that it is against."""
         assert serial is not None
         base, new = (
-            content(self.shape.epoch, self.version_of[one], rank.number, self.shape.buckets)
-            for one in (message["base"], serial)
+            content(self.shape.epoch, self.version_of[snapshot], rank.number, self.shape.buckets)
+            for snapshot in (message["base"], serial)
         )
         bucket, start = bytearray(base[:BUCKET_BYTES]), message["bucket"] * BUCKET_BYTES
         decode_into([memoryview(bucket)], payload, ELEMENT_BYTES)

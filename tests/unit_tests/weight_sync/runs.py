@@ -309,18 +309,18 @@ def run_hung(seed: int, parts: Parts | None = None) -> Job:
         if version == hangs_at:
             stuck.process.hung_threads.add(thread)
         job.train(1)
-        begun = machine.now
-        while not all_have(job.registry.status(), version) and machine.now < begun + 30.0:
+        started_at = machine.now
+        while not all_have(job.registry.status(), version) and machine.now < started_at + 30.0:
             machine.run(machine.now + 0.05)
-        waits.append(machine.now - begun)
+        waits.append(machine.now - started_at)
         machine.run(machine.now + shape.interval)
     usual = 2 * slowest * 1.25 + 0.3
     longest = shape.apply_timeout_s + (shape.lease_s if thread == "fetch" else 0.0) + usual
     if waits[hangs_at] > longest or max(waits[:hangs_at] + waits[hangs_at + 1 :]) > usual:
         raise Violation(f"{stuck.name} hangs in {thread} at version {hangs_at}, and the trainer waited {waits}")
-    told = [event for _, event, fields in job.journal if event in ("late", "evicted") and fields["actor"] == stuck.name]
-    if job.registry.status()["actors"][stuck.name]["state"] != ActorState.LATE or not told:
-        raise Violation(f"{stuck.name} hangs, and nobody says so: {told}")
+    logs = [event for _, event, fields in job.journal if event in ("late", "evicted") and fields["actor"] == stuck.name]
+    if job.registry.status()["actors"][stuck.name]["state"] != ActorState.LATE or not logs:
+        raise Violation(f"{stuck.name} hangs, and nobody says so: {logs}")
     stuck.process.kill()
     stuck.begin()
     machine.run(machine.now + 1.0 + usual)

@@ -146,7 +146,7 @@ def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
     assert [relay.version(serial) for serial in (4, 5, 6)] == [None, 3, -1]
     assert [relay.buckets(rank) for rank in (-1, 0, 1, 2)] == [None, 3, 3, None]
     asked = [(5, 0, 0), (5, 1, 1), (5, 0, 1), (4, 0, 0), (6, 0, 0)]
-    assert [relay.has(*one, None) for one in asked] == [True, True, False, False, False]
+    assert [relay.has(*bucket, None) for bucket in asked] == [True, True, False, False, False]
     reader: Any = SimpleNamespace(rank=0)
     assert relay.read(reader, 0, 4, False) == ({}, b"bytes")
     relay.hold(None, None)

@@ -23,11 +23,11 @@ BUCKET: Message = {"type": "bucket", "pull": 1, "rank": 0, "bucket": 0}
 class End:
     """A channel, the socket of its peer, and what has become of it."""
 
-    def __init__(self, runtime: SocketRuntime, own: socket.socket | None = None, peer: socket.socket | None = None):
-        if own is None or peer is None:
-            own, peer = socket.socketpair()
-        self.own, self.peer = own, peer
-        self.channel = SocketChannel(runtime.loop, own)
+    def __init__(self, runtime: SocketRuntime, local: socket.socket | None = None, peer: socket.socket | None = None):
+        if local is None or peer is None:
+            local, peer = socket.socketpair()
+        self.own, self.peer = local, peer
+        self.channel = SocketChannel(runtime.loop, local)
         self.heard: list[Message] = []
         self.over = ""
         self.channel.on_message = lambda _channel, message: self.heard.append(message)
@@ -38,7 +38,7 @@ class End:
 
     def hear(self, *messages: Message | bytes) -> None:
         """The peer says all of this, and then nothing more."""
-        self.peer.sendall(b"".join(one if isinstance(one, bytes) else wire.encode(one) for one in messages))
+        self.peer.sendall(b"".join(item if isinstance(item, bytes) else wire.encode(item) for item in messages))
         self.peer.shutdown(socket.SHUT_WR)
 
 
@@ -144,14 +144,14 @@ def test_a_fast_peer_has_its_share_of_a_turn(runtime: SocketRuntime, monkeypatch
 
 def test_a_descriptor_is_free_for_another_connection_once_its_channel_is_closed(runtime: SocketRuntime) -> None:
     """With bytes unsent the loop watches it for writing, too."""
-    first, (own, peer) = End(runtime), socket.socketpair()
+    first, (local, peer) = End(runtime), socket.socketpair()
     number = first.own.fileno()
     first.channel.send({"type": "pong"}, memoryview(bytearray(1 << 22)))
     turn(runtime)
     first.channel.close("over")
     assert first.own.fileno() < 0
-    with own:
-        second = End(runtime, socket.socket(fileno=os.dup2(own.fileno(), number)), peer)
+    with local:
+        second = End(runtime, socket.socket(fileno=os.dup2(local.fileno(), number)), peer)
     second.hear({"type": "ping"})
     turns_until(runtime, lambda: second.over)
     assert second.heard == [{"type": "ping"}]

@@ -90,7 +90,7 @@ def reference_decode(base: bytes, payload: bytes, size: int) -> bytes | None:
     if len(data) != count * sum(used) or not unpacker.eof or unpacker.unused_data:
         return None
     starts = [sum(used[:place]) * count for place in range(4 + size)]
-    planes = [data[start : start + count] if one else bytes(count) for start, one in zip(starts, used, strict=True)]
+    planes = [data[start : start + count] if flag else bytes(count) for start, flag in zip(starts, used, strict=True)]
     columns = [
         [int.from_bytes(bytes(digits), "little") for digits in zip(*column, strict=True)]
         for column in (planes[:4], planes[4:])

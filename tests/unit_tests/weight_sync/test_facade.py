@@ -27,12 +27,12 @@ def actor(version: int, state: str = "ready", **others: Any) -> Message:
 class Registry:
     """What a watcher would say, at first and when it has been waited for."""
 
-    def __init__(self, newest: int | None, *told: dict[str, Message]):
-        self.newest, self.told = newest, list(told)
+    def __init__(self, newest: int | None, *states: dict[str, Message]):
+        self.newest, self.told = newest, list(states)
         self.enough: bool | None = None
 
     def status(self) -> Message:
-        counts = tally(SimpleNamespace(shown_state=one["state"], **one) for one in self.told[0].values())  # type: ignore[misc]
+        counts = tally(SimpleNamespace(shown_state=entry["state"], **entry) for entry in self.told[0].values())  # type: ignore[misc]
         return {"newest": self.newest, "actors": self.told[0], "dropped": [], "evictions": 2, **counts}
 
     def refresh(self, _timeout: float) -> Message:
@@ -103,9 +103,9 @@ def test_missing_actors_are_returned_with_their_reasons() -> None:
 def test_the_states_and_figures_of_actors_are_returned() -> None:
     sync = sync_of(Registry(3, {"a": actor(3, figures={"apply_s": 1.5, "bytes_full": 7})}))
     assert sync.actors()["a"] == ("ready", 3, True, "", 0, "")
-    told = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
+    figures = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
     counted = {"weight_sync/versions_published": 5, "weight_sync/versions_skipped": 1}
-    assert sync.statistics() == {**told, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}
+    assert sync.statistics() == {**figures, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}
     with pytest.raises(UserError, match="the registry is gone"):
         sync_of(Registry(3, {}), failure="the registry is gone").wait_until_applied(3, 1.0)
 
@@ -114,9 +114,9 @@ def test_version_that_a_newer_one_overtakes_is_not_counted_as_published() -> Non
     sync, known = sync_of(Registry(None, {})), PublishedVersions()
     sync.registry = SimpleNamespace(published=known, failure="")  # type: ignore[assignment]
     sync._taken, sync._published_count = {}, 0
-    told: list[list[int]] = []
+    dropped: list[list[int]] = []
     sync.watcher.failure = ""  # type: ignore[union-attr,misc]
-    sync.watcher.status = lambda: {"dropped": told, "evictions": 0, "actors": {}, "failure": ""}  # type: ignore[union-attr,method-assign]
+    sync.watcher.status = lambda: {"dropped": dropped, "evictions": 0, "actors": {}, "failure": ""}  # type: ignore[union-attr,method-assign]
 
     def counted() -> int:
         return int(sync.statistics()["weight_sync/versions_published"])
@@ -129,7 +129,7 @@ def test_version_that_a_newer_one_overtakes_is_not_counted_as_published() -> Non
     known.add(2, "00" * 16)
     assert counted() == 3 and sync.take_overtaken() == [1] and not sync.take_overtaken()
     # One that is dropped is pending, and counts again once it has been taken again.
-    told.append([4, 3])
+    dropped.append([4, 3])
     assert counted() == 2
     sync.boundary.serial = 5
     sync._snapshot(3, lambda: True)
@@ -186,14 +186,14 @@ def test_a_skipped_or_dropped_version_stays_pending_until_its_snapshot() -> None
 def test_every_part_may_say_why_nothing_is_published_any_more() -> None:
     sync: Any = object.__new__(WeightSync)
     parts = {name: SimpleNamespace(failure="") for name in ("publisher", "shard_server", "registry", "watcher")}
-    told = {"failure": ""}
-    parts["watcher"].status = lambda: told
+    status = {"failure": ""}
+    parts["watcher"].status = lambda: status
     vars(sync).update(parts)
     assert not sync.failure
     for name, part in parts.items():
         part.failure = f"the {name} is gone"
         assert part.failure in sync.failure
-    told["failure"] = "the layouts do not fit"
+    status["failure"] = "the layouts do not fit"
     assert sync.failure.count("; ") == 4 and sync.failure.endswith("the layouts do not fit")
     sync.registry = sync.watcher = None
     assert sync.failure == "the publisher is gone; the shard_server is gone"

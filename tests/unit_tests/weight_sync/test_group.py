@@ -33,12 +33,12 @@ class SimLeader(Leader):
         if self._staged is None or self._applying or self._is_pinned() or self._closed:
             return
         (manifest, figures), self._staged, self._applying = self._staged, None, True
-        begun = self._runtime.now()
+        started_at = self._runtime.now()
 
         def done(order: Future[Mapping[str, float]]) -> None:
             error = order.exception()
             self.applied += error is None
-            self._applied(manifest, figures, begun, None if error else order.result(), error)
+            self._applied(manifest, figures, started_at, None if error else order.result(), error)
 
         order: Future[Mapping[str, float]] = Future()
         order.add_done_callback(done)
@@ -90,11 +90,11 @@ class SimWorker:
 
     def connect(self) -> None:
         """To the leader, with what the engine holds."""
-        own = Identity(WORKER, str(self.number), role_key(KEY, WORKER, str(self.number)))
+        identity = Identity(WORKER, str(self.number), role_key(KEY, WORKER, str(self.number)))
         leader, actor = self.group.address, Identity(ACTOR, "a", KEY)
         options: dict[str, Any] = {"served": self.holds, "puller": actor}
         self.connection = Connection(self)
-        self.puller = WorkerPuller(self.process.runtime, leader, own, SHAPE.epoch, self.connection, **options)
+        self.puller = WorkerPuller(self.process.runtime, leader, identity, SHAPE.epoch, self.connection, **options)
         self.puller._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
         self.puller.start()
 
@@ -362,18 +362,18 @@ def test_registry_that_vanishes_without_a_word_is_called_again() -> None:
 def test_strangers_are_hung_up_on_at_the_end() -> None:
     """Also those who have not said yet who they are: their calls would wait until a deadline."""
     job, group = serving()
-    stranger, told = Process(job.machine, "stranger"), list[str]()
+    stranger, events = Process(job.machine, "stranger"), list[str]()
 
     def opened(channel: Channel) -> None:
-        channel.on_message = lambda _channel, message: told.append(message["type"])
-        channel.on_close = lambda _channel, _reason: told.append("closed")
+        channel.on_message = lambda _channel, message: events.append(message["type"])
+        channel.on_close = lambda _channel, _reason: events.append("closed")
 
-    stranger.runtime.dial(group.address, opened, told.append)
+    stranger.runtime.dial(group.address, opened, events.append)
     group.run(0.5)
-    assert told == ["challenge"]
+    assert events == ["challenge"]
     group.close()
     job.machine.run(job.machine.now + 0.5)
-    assert told == ["challenge", "closed"]
+    assert events == ["challenge", "closed"]
 
 
 def test_versions_of_other_numbers_are_not_applied() -> None:

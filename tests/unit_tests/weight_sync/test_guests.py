@@ -77,7 +77,7 @@ def test_trainer_is_told_of_guests_while_they_are_there() -> None:
 def test_guest_that_does_not_offer_what_the_job_needs_is_refused(changed: dict[str, Any], said: str) -> None:
     world = GuestWorld()
     refused = world.guest(offers={**OFFERED, **changed})
-    missing = world.guest("missing", offers={key: one for key, one in OFFERED.items() if key not in changed})
+    missing = world.guest("missing", offers={key: offer for key, offer in OFFERED.items() if key not in changed})
     trainer = world.trainer()
     if changed != {"exact": None}:  # of which not even the message is understood
         assert said in refused.over and "is None" in missing.over
@@ -123,7 +123,7 @@ def test_number_of_guests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "MAX_GUESTS", 2)
     world = GuestWorld()
     first = [world.guest(name) for name in "ab"]
-    assert "2 guests are here" in world.guest("c").over and not any(one.over for one in first)
+    assert "2 guests are here" in world.guest("c").over and not any(client.over for client in first)
     assert not world.guest("a").over
 
 
@@ -142,19 +142,19 @@ def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
     trainer, ranks = world.trainer(), world.ranks()
     world.publish(ranks, 1, 0)
     guest, actor, killed = world.guest(), world.actor("spot"), world.actor("killed")
-    for one in (actor, killed):
-        one.say("serving", version=0, digest=world.digest, figures={})
+    for client in (actor, killed):
+        client.say("serving", version=0, digest=world.digest, figures={})
         world.run(0.2)
     guest.say("leave")
     assert guest.over
     assert dict(trainer.last("status")["serving"]) == {0: 2}, "it serves until its own connection ends"
-    for one in (actor, killed):
-        assert one.channel is not None
-        one.channel.close("ended")
+    for client in (actor, killed):
+        assert client.channel is not None
+        client.channel.close("ended")
     world.run(0.2)
     status = trainer.last("status")
     assert status["evictions"] == 1 and status["states"] == {"evicted": 1} and world.heard(trainer) == {}
-    assert any("spot" in one["forgotten"] for one in trainer.heard if one["type"] == "status")
+    assert any("spot" in message["forgotten"] for message in trainer.heard if message["type"] == "status")
     assert [line["actor"] for line in world.events("evicted")] == ["killed"]
     assert [line["actor"] for line in world.events("left")] == ["spot"]
     # It may come back, and is a usual actor then.

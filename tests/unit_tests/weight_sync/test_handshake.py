@@ -42,18 +42,18 @@ def call(machine: Machine, identity: Identity) -> list[str]:
 
 def answer(machine: Machine, hello: Message | Callable[[Message], Message]) -> Message:
     """What the server answers to this hello, or to the one that is made of its challenge."""
-    told = list[Message]()
+    replies = list[Message]()
 
     def opened(channel: Channel) -> None:
         def challenged(channel: Channel, challenge: Message) -> None:
-            channel.on_message = lambda _channel, message: told.append(message)
+            channel.on_message = lambda _channel, message: replies.append(message)
             channel.send(hello(challenge) if callable(hello) else hello)
 
         channel.on_message = challenged
 
     Process(machine, "stranger").runtime.dial("server", opened, lambda _reason: None)
     machine.run(machine.now + 1.0)
-    return told[0]
+    return replies[0]
 
 
 def recording(accept: Callable[[Channel], None], said: list[Message]) -> Callable[[Channel], None]:
@@ -106,11 +106,11 @@ def test_server_without_the_token_is_not_obeyed() -> None:
 
 
 def test_a_recorded_handshake_opens_nothing() -> None:
-    machine, said = Machine(0), list[Message]()
+    machine, messages = Machine(0), list[Message]()
     port = Port(machine)
-    port.process.runtime.listen("server", recording(port.acceptor.accept, said))
+    port.process.runtime.listen("server", recording(port.acceptor.accept, messages))
     assert call(machine, Identity.of("token", ACTOR, "actor-0")) == ["ready"]
-    hello = said[0]
+    hello = messages[0]
     assert "wrong key" in answer(machine, hello)["reason"] and len(port.entered) == 1
 
 
@@ -203,18 +203,18 @@ def seconds_to_join(seed: int, seconds: float | None) -> float:
     # A registry, two shard servers, and two actors that pass versions on.
     assert len(ports) == 5
     opened = [] if seconds is None else flood(job, ports, seconds)
-    begun = machine.now
+    started_at = machine.now
     actor = Actor(job, "late", 0.2, job.shape.epoch)
     job.actors.append(actor)
-    while not actor.versions and machine.now < begun + 30.0:
+    while not actor.versions and machine.now < started_at + 30.0:
         machine.run(machine.now + 0.01)
-    assert actor.versions, f"it did not join within {machine.now - begun:.0f} s"
-    machine.run(max(machine.now, begun + (seconds or 0.0)) + 0.5)
+    assert actor.versions, f"it did not join within {machine.now - started_at:.0f} s"
+    machine.run(max(machine.now, started_at + (seconds or 0.0)) + 0.5)
     # Those who had their say are not let go for strangers; of these some are waited for, and no more.
     assert job.registry.actors["late"].state == "ready"
     held = sum(not channel.closed for channel in opened)
     assert held <= len(ports) * handshake.MAX_HANDSHAKES
-    return actor.versions[0][0] - begun
+    return actor.versions[0][0] - started_at
 
 
 @pytest.mark.slow

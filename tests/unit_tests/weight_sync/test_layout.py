@@ -167,14 +167,14 @@ def test_tables_are_their_rows_and_travel_as_json(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert again.layout_id() == layout.layout_id()
     assert [again.parameters[i] for i in range(len(layout.parameters))] == list(layout.parameters)
-    for one, other in zip(again.ranks, layout.ranks, strict=True):
-        assert list(one) == list(other) and len(one) == len(list(one)) and one.slot_bytes == other.slot_bytes
+    for table, other in zip(again.ranks, layout.ranks, strict=True):
+        assert list(table) == list(other) and len(table) == len(list(table)) and table.slot_bytes == other.slot_bytes
         end = 0
-        for shard in one:
+        for shard in table:
             assert shard.byte_offset == end
             end += math.prod(shard.shape) * {"float32": 4, "bfloat16": 2}[layout.parameters[shard.parameter].dtype]
             assert shard.byte_end == end
-        assert one.slot_bytes == end
+        assert table.slot_bytes == end
         rows = [(shard.parameter, Box(shard.offset, shard.shape)) for shard in other]
         assert list(ShardTable.of(layout.parameters, rows)) == list(other)
 

@@ -100,9 +100,9 @@ def test_figures_of_an_actor_overwrite_no_field_of_the_registry(tmp_path: Path) 
 
 
 def test_only_the_fields_of_a_message_go_on_and_text_for_people_cannot_forge_a_line() -> None:
-    said = {"type": "ended", "version": 3, "outcome": "refused", "reason": "no\n12:00 all is well\x1b[1A" + "x" * 9999}
-    found = parse({**said, "more": ["of", "it"]})
-    assert set(found) == set(said) and found["reason"].startswith("no\\n12:00 all is well\\x1b[1Ax")
+    base = {"type": "ended", "version": 3, "outcome": "refused", "reason": "no\n12:00 all is well\x1b[1A" + "x" * 9999}
+    found = parse({**base, "more": ["of", "it"]})
+    assert set(found) == set(base) and found["reason"].startswith("no\\n12:00 all is well\\x1b[1Ax")
     assert len(found["reason"]) < 600
 
 

@@ -99,7 +99,7 @@ MUTATIONS: dict[str, tuple[Callable[[int, Parts], Job], Parts | Callable[[pytest
         runs.run_faults, lambda patch: patch.setattr(clients, "SILENCE_SECONDS", math.inf),
     ),
     "a stale carrier that is heard": (
-        runs.run_references, lambda patch: patch.setattr(Puller, "is_current", lambda one, _: one.transfer is not None),
+        runs.run_references, lambda patch: patch.setattr(Puller, "is_current", lambda obj, _: obj.transfer is not None),
     ),
     "a checksum thread that does not hold its slot": (runs.run_faults, hold_nothing),
 }  # fmt: skip

@@ -410,9 +410,9 @@ def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: point_to_po
 
 
 def test_a_poller_polls_for_all_waiting_threads_in_one_thread() -> None:
-    begun: list[int] = []
+    thread_ids: list[int] = []
     poller, works, found = (
-        Poller(lambda: begun.append(threading.get_ident())),
+        Poller(lambda: thread_ids.append(threading.get_ident())),
         [Work() for _ in range(16)],
         queue.Queue(),
     )
@@ -428,6 +428,6 @@ def test_a_poller_polls_for_all_waiting_threads_in_one_thread() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert [found.get_nowait() for _ in works] == [True] * 16
-    assert len(begun) == 1 and all(work.looked_at_by == set(begun) for work in works)
+    assert len(thread_ids) == 1 and all(work.looked_at_by == set(thread_ids) for work in works)
     assert not poller.wait(lambda: False, 0.05)
     assert not poller._waiting

@@ -227,9 +227,9 @@ def test_parts_of_a_stack_are_sent_by_their_place_in_it(rank: int | None, mesh: 
     found = LocalTensors([StackPart(tensor, *part) for part in held]).now()
     placed = placed_parameters({str(part): StackPart(tensor, *part) for part in parts})
     layout = plan_rank(placed, rank or 0, "float32", 64)
-    assert all(torch.equal(one, expected[part]) for one, part in zip(found, held, strict=True))
+    assert all(torch.equal(piece, expected[part]) for piece, part in zip(found, held, strict=True))
     assert {entry.name: entry.shape for entry in layout.parameters} == {
-        str(part): tuple(one.shape) for part, one in expected.items()
+        str(part): tuple(piece.shape) for part, piece in expected.items()
     }
     sent = [(parts[shard.parameter], Box(shard.offset, shard.shape)) for shard in layout.ranks[0]]
     assert sent == [(part, Box((0, 0), tuple(expected[part].shape))) for part in held]

@@ -49,10 +49,10 @@ def test_a_scratch_of_any_size_fills_a_slot_as_one_copy_does(
     if transposed:
         sources = [source.T.contiguous().T if source.dim() == 2 else source for source in sources]
     layout = plan_rank(placed_parameters({str(i): source for i, source in enumerate(sources)}), 0, dtype, 1024)
-    own = layout.ranks[0]
-    slots = [torch.zeros(own.slot_bytes, dtype=torch.uint8) for _ in range(2)]
-    DirectFiller(slots[:1], own, dtype).fill(0, sources)
-    filler = ScratchFiller(slots[1:], own, dtype, torch.device("cpu"), 4 * scratch_words)
+    table = layout.ranks[0]
+    slots = [torch.zeros(table.slot_bytes, dtype=torch.uint8) for _ in range(2)]
+    DirectFiller(slots[:1], table, dtype).fill(0, sources)
+    filler = ScratchFiller(slots[1:], table, dtype, torch.device("cpu"), 4 * scratch_words)
     for _ in range(2):  # a second time over what the first left in the scratch
         filler.fill(0, sources)
         assert torch.equal(slots[0], slots[1])

@@ -381,11 +381,11 @@ def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken(
 
 def test_registry_of_an_earlier_term_is_not_joined() -> None:
     world = World(served=Served("e1", 3, "d3"))
-    for term, told in ((2, 2), (1, 2), (3, 3)):
+    for term, count in ((2, 2), (1, 2), (3, 3)):
         world.registry.fields["term"] = term
         world.registry.channels[-1].close("killed")
         world.run(1.0)
-        assert (world.registry.count("serving"), world.registry.channels[-1].closed) == (told, term == 1)
+        assert (world.registry.count("serving"), world.registry.channels[-1].closed) == (count, term == 1)
 
 
 def test_shard_server_of_another_rank_is_not_believed() -> None:
@@ -463,11 +463,11 @@ def test_actor_that_relays_much_more_slowly_than_the_trainer_is_left() -> None:
     world.newest(2, 1, source=source)
     pull = world.puller.transfer
     assert pull is not None and pull.source == "b"
-    begun = world.machine.now
-    while world.server.count("open") == 1 and world.machine.now < begun + 10.0:
+    started_at = world.machine.now
+    while world.server.count("open") == 1 and world.machine.now < started_at + 10.0:
         pull.count(1, False, world.machine.now)
         world.run(0.5)
-    assert RELAY_SECONDS < world.machine.now - begun < RELAY_SECONDS + 1.5
+    assert RELAY_SECONDS < world.machine.now - started_at < RELAY_SECONDS + 1.5
     assert world.server.last("open")["serial"] == 2 and world.puller.transfer is pull and pull.source == ""
 
 
@@ -502,15 +502,15 @@ def test_relayed_bytes_with_the_right_checksum_alone_are_refused_and_told() -> N
     world.send(0, 0, peer)
     world.send(0, 1, peer, data=forged)
     world.run(0.1)
-    told = world.registry.last("forged")
-    assert (told["source"], told["version"]) == ("b", 0) and not world.applied
+    report = world.registry.last("forged")
+    assert (report["source"], report["version"]) == ("b", 0) and not world.applied
     assert world.server.last("open")["buckets"] == [[1, 2]]
     # Nothing that another actor relays is believed where it cannot be checked.
     world, peer, source = beside_a_peer()
     world.newest(1, 0, source=source, digests=False)
     world.send(0, 0, peer)
     world.run(0.1)
-    assert [one["buckets"] for one in world.server.heard] == [[[0, 1]], [[1, 2]]]
+    assert [message["buckets"] for message in world.server.heard] == [[[0, 1]], [[1, 2]]]
 
 
 def test_a_damaged_table_is_asked_for_again_and_ends_the_pull_in_the_end() -> None:

@@ -548,10 +548,10 @@ def test_an_actor_that_floods_the_registry_waits_and_the_others_do_not() -> None
     for _ in range(1000):
         evil.send({"type": "poisoned", "version": -1, "reason": "x"})
     good.say("poisoned", version=-1, reason="y")
-    said = [event["actor"] for event in world.events("poisoned")]
-    assert said.count("good") == 1 and said.count("evil") < 700
+    actors = [event["actor"] for event in world.events("poisoned")]
+    assert actors.count("good") == 1 and actors.count("evil") < 700
     world.run(1.0)
-    more = sum(event["actor"] == "evil" for event in world.events("poisoned")) - said.count("evil")
+    more = sum(event["actor"] == "evil" for event in world.events("poisoned")) - actors.count("evil")
     assert more < 200
 
 

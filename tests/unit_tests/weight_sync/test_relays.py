@@ -31,8 +31,8 @@ class Relaying(World):
         """Publish a version. Actor -> whom it pulls from."""
         self.serial += 1
         self.publish(self.all_ranks, self.serial, self.serial)
-        told = {name: client.last("newest") for name, client in self.clients.items()}
-        return {name: one["source"]["name"] for name, one in told.items() if "source" in one}
+        messages = {name: client.last("newest") for name, client in self.clients.items()}
+        return {name: message["source"]["name"] for name, message in messages.items() if "source" in message}
 
     def sends(self, *names: str, count: int = VERSION_BYTES) -> None:
         """A shard server has sent these actors so much of the newest version."""
@@ -51,8 +51,8 @@ def test_neither_of_two_actors_that_dispute_a_bucket_relays_any_more() -> None:
     assert world.announce() == {"b": "a", "c": "b", "d": "c"} and not world.events("forged")
     actors["c"].say("forged", version=3, source="b")
     assert world.announce() == {"d": "a"}
-    (told,) = world.events("forged")
-    assert (told["actor"], told["version"], told["reason"]) == ("c", 3, "by b")
+    (event,) = world.events("forged")
+    assert (event["actor"], event["version"], event["reason"]) == ("c", 3, "by b")
     actors["b"] = world.actor("b", instance="b-2", address="10.0.0.2:9")
     world.sends("b")
     assert world.announce() == {"d": "a"}, "a new process of that name is no better known"
@@ -171,7 +171,7 @@ def test_source_that_has_not_begun_with_a_version_is_not_blamed_for_it() -> None
 
 
 def _digest(client: Client, version: int) -> str:
-    (newest,) = [one for one in client.heard if one["type"] == "newest" and one["version"] == version]
+    (newest,) = [message for message in client.heard if message["type"] == "newest" and message["version"] == version]
     return Manifest.from_json(newest).digest
 
 

@@ -50,12 +50,12 @@ class Lives(Supervised):
 
     def play(self, pulses: list[int]) -> None:
         """Watch over a thing that says these at one look after the other."""
-        self.checks, said = -1, iter(pulses)
+        self.checks, beats = -1, iter(pulses)
         self._closing.wait = lambda _seconds: self.checks + 1 == len(pulses)  # type: ignore[assignment, method-assign]
 
         def heartbeat() -> int:
             self.checks += 1
-            return next(said)
+            return next(beats)
 
         self._heartbeat = heartbeat
         self._watch()

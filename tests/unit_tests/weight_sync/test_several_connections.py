@@ -139,29 +139,29 @@ def test_when_a_channel_is_closed_its_thread_writes_no_further(runtime: SocketRu
 
 
 def test_thread_that_was_closed_touches_no_memory_even_if_its_socket_is_open() -> None:
-    memory, (own, peer) = bytearray(SIZE), socket.socketpair()
-    own.setblocking(False)
-    thread, done = PayloadThread(own, lambda function: function()), list[str]()
+    memory, (local, peer) = bytearray(SIZE), socket.socketpair()
+    local.setblocking(False)
+    thread, done = PayloadThread(local, lambda function: function()), list[str]()
     thread.receive(PayloadTarget([memoryview(memory)], lambda _parts: None), SIZE, SIZE, done.append)
     thread.close()
     peer.sendall(b"\1" * 64)
     time.sleep(0.05)
     assert not any(memory) and not done
-    own.close()
+    local.close()
     peer.close()
 
 
 def test_thread_whose_bytes_cannot_be_taken_says_so_instead_of_ending() -> None:
-    own, peer = socket.socketpair()
-    own.setblocking(False)
+    local, peer = socket.socketpair()
+    local.setblocking(False)
     peer.sendall(b"\1" * 64)
-    thread, problems = PayloadThread(own, lambda function: function()), list[str]()
+    thread, problems = PayloadThread(local, lambda function: function()), list[str]()
     target = PayloadTarget([memoryview(bytearray(64))], lambda _parts: [].pop())
     thread.receive(target, 64, 64, problems.append)
     until(lambda: problems)
     assert "IndexError" in problems[0]
     thread.close()
-    own.close()
+    local.close()
     peer.close()
 
 

@@ -57,8 +57,8 @@ class World:
     def live(self, newest: int, retained: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
         """What the registry says."""
         assert self.channel is not None
-        told = {"newest": newest, "retained": list(retained), "room": not retained, "dropped": list(dropped)}
-        self.channel.send({"type": "live", **told})
+        fields = {"newest": newest, "retained": list(retained), "room": not retained, "dropped": list(dropped)}
+        self.channel.send({"type": "live", **fields})
         self.run(0.05)
 
     def fill(self, version: int) -> int:
@@ -88,10 +88,10 @@ def test_registry_hears_layout_and_checksums_and_again_after_it_was_lost() -> No
     world = World()
     assert [message["type"] for message in world.told] == ["layout"]
     first, second = world.fill(0), world.fill(1)
-    (one, other) = world.told_of("snapped")
+    (snapshot, other) = world.told_of("snapped")
     data = content("e1", 0, 0, BUCKETS)
     sums = [xxhash.xxh3_128_hexdigest(data[i : i + BUCKET_BYTES]) for i in range(0, len(data), BUCKET_BYTES)]
-    assert (one["serial"], one["version"], one["table"]) == (first, 0, ChecksumTable.of(sums).digest())
+    assert (snapshot["serial"], snapshot["version"], snapshot["table"]) == (first, 0, ChecksumTable.of(sums).digest())
     assert (other["serial"], other["version"]) == (second, 1)
     world.told.clear()
     assert world.channel is not None

@@ -90,8 +90,8 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
 
 
 def test_every_thread_begins_as_told() -> None:
-    begun: list[str] = []
-    runtime, done = SocketRuntime(lambda: begun.append(threading.current_thread().name)), threading.Semaphore(0)
+    thread_names: list[str] = []
+    runtime, done = SocketRuntime(lambda: thread_names.append(threading.current_thread().name)), threading.Semaphore(0)
     for name in ("checksums", "fetch", "checksums"):
         runtime.work(name, lambda: None, lambda _result, _error: done.release())
     thread = threading.Thread(target=runtime.run, name="loop")
@@ -99,21 +99,21 @@ def test_every_thread_begins_as_told() -> None:
     assert all(done.acquire(timeout=PATIENCE_S) for _ in range(3))
     runtime.stop()
     thread.join(PATIENCE_S)
-    assert sorted(begun) == ["checksums", "fetch", "loop"]
+    assert sorted(thread_names) == ["checksums", "fetch", "loop"]
 
 
 def test_work_that_has_begun_is_waited_for_at_the_end() -> None:
-    runtime, begun, results = SocketRuntime(), threading.Event(), list[Any]()
+    runtime, started, results = SocketRuntime(), threading.Event(), list[Any]()
 
     def slow() -> str:
-        begun.set()
+        started.set()
         time.sleep(0.3)
         return "done"
 
     runtime.work("checksums", slow, lambda result, _error: results.append(result))
     runtime.stop()
     runtime.run()
-    assert begun.wait(PATIENCE_S) and not results
+    assert started.wait(PATIENCE_S) and not results
     runtime.finish_work("checksums", time.monotonic() + PATIENCE_S)
     assert results == ["done"]
 
@@ -140,7 +140,7 @@ def test_hello_of_a_stranger_is_cut_off() -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         wire.encode({"type": "ping"}),
         wire.encode({"type": "bucket", "pull": 1, "rank": 0, "bucket": 0, "bytes": 1 << 40}),
-        *(wire.encode(one) for one in ({"type": "exec"}, {"type": "hello"})),
+        *(wire.encode(message) for message in ({"type": "exec"}, {"type": "hello"})),
         wire.LENGTH.pack(3) + b"[1]",
         wire.LENGTH.pack(1 << 31),
         wire.LENGTH.pack(len(many_digits)) + many_digits,

@@ -43,7 +43,7 @@ def test_narrowed_pieces_are_copied_without_being_assembled(seed: int, monkeypat
         dim = draw.randrange(2)
         start = draw.randrange(tensor.shape[dim])
         length = draw.randint(1, tensor.shape[dim] - start)
-        tensor, weight = (one.narrow(dim, start, length) for one in (tensor, weight))
+        tensor, weight = (value.narrow(dim, start, length) for value in (tensor, weight))
     # Into other strides, and another type.
     target = torch.zeros(weight.shape[::-1]).mT
     target.copy_(tensor.detach().data[:, :])
@@ -53,11 +53,18 @@ def test_narrowed_pieces_are_copied_without_being_assembled(seed: int, monkeypat
 @pytest.mark.parametrize(
     "use",
     [
-        lambda one: one + 1, lambda one: one.t().contiguous(), lambda one: one[3], lambda one: one[::2],
-        lambda one: one.double(), lambda one: one.reshape(-1), lambda one: torch.cat([one, one]),
-        lambda one: one.chunk(2)[1].clone(), lambda one: one.to("cpu", copy=True), lambda one: -one[2:5].sum(),
+        lambda weight: weight + 1,
+        lambda weight: weight.t().contiguous(),
+        lambda weight: weight[3],
+        lambda weight: weight[::2],
+        lambda weight: weight.double(),
+        lambda weight: weight.reshape(-1),
+        lambda weight: torch.cat([weight, weight]),
+        lambda weight: weight.chunk(2)[1].clone(),
+        lambda weight: weight.to("cpu", copy=True),
+        lambda weight: -weight[2:5].sum(),
     ],
-)  # fmt: skip
+)
 def test_other_operations_on_pieces_act_on_the_assembled_tensor(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight = torch.randn(12, 10)
     ((_, tensor),) = to_copy(received({"w": weight}).tensors)

@@ -105,7 +105,7 @@ class Job:
 def by_tcp(new: int, old: int) -> int:
     """How many bytes of deltas that is with tcp."""
     buckets = [slice(start, start + BUCKET) for start in range(0, SIZE, BUCKET)]
-    deltas = [encode(slot_of(new)[one], slot_of(old)[one], 2) or slot_of(new)[one] for one in buckets]
+    deltas = [encode(slot_of(new)[span], slot_of(old)[span], 2) or slot_of(new)[span] for span in buckets]
     return sum(map(len, deltas))
 
 
@@ -369,11 +369,11 @@ def test_a_disk_that_hangs_holds_one_thread_and_writes_nothing_later(
     before = threading.active_count()
     with pytest.raises(TimeoutError, match="does not answer"):
         store.read(file, offset, memory)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     for _ in range(50):
         with pytest.raises(TimeoutError, match="still hangs"):
             store.read(file, offset, memory)
-    assert threading.active_count() == before + 1 and time.monotonic() - begun < PATIENCE_S
+    assert threading.active_count() == before + 1 and time.monotonic() - started_at < PATIENCE_S
     released.set()
     until(lambda: threading.active_count() == before, why=lambda: "the read ends")
     assert bytes(memory) == bytes(64)

@@ -100,12 +100,12 @@ def other_bytes(data: bytes, evil: bytes) -> bytes:
     total = (sum(map(word, range(6))) - first - fourth) & WORD
     product = (sum(mixed(n, word(n)) for n in range(6)) - mixed(0, first) - mixed(4, fourth)) & WORD
     half = min(product // LOW, LOW)
-    one, five = key(1) ^ (LOW << 32 | half), key(5) ^ (1 << 32 | product - LOW * half)
-    rest = (total - one - five) & WORD
+    word_one, five = key(1) ^ (LOW << 32 | half), key(5) ^ (1 << 32 | product - LOW * half)
+    rest = (total - word_one - five) & WORD
     two = key(2) & ~LOW | (rest - key(3)) & LOW
     three = ((rest - two) & WORD) >> 32 << 32 | key(3) & LOW
     forged = bytearray(data)
-    for stripe, value in ((0, first), (1, one), (2, two), (3, three), (5, five)):
+    for stripe, value in ((0, first), (1, word_one), (2, two), (3, three), (5, five)):
         struct.pack_into("<Q", forged, 64 * stripe, value)
     return bytes(forged)
 
@@ -130,7 +130,7 @@ def test_relayed_bytes_are_checked_by_more_than_a_checksum() -> None:
 def test_no_actor_that_the_run_starts_can_speak_as_another_part(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = told_to_actors(backend, tmp_path, monkeypatch)
+    strings_by_actor = told_to_actors(backend, tmp_path, monkeypatch)
     machine = Machine(0)
     runtime = Process(machine, REGISTRY).runtime
     registry = Registry(runtime, RegistrySettings(2), "e1", 1, TOKEN, lambda *_: None, lambda: None)
@@ -145,15 +145,15 @@ def test_no_actor_that_the_run_starts_can_speak_as_another_part(
         assert answers and (not answers[0] or "refused" in answers[0])
         return not answers[0]
 
-    for name, strings in told.items():
-        derived = {role_key(one, role, other) for one in strings for role in ROLES for other in NAMES}
+    for name, strings in strings_by_actor.items():
+        derived = {role_key(string, role, other) for string in strings for role in ROLES for other in NAMES}
         known = strings | derived
         opened = {
             (role, other) for role in (TRAINER, RANK, ACTOR) for other in NAMES if role_key(TOKEN, role, other) in known
         }
         assert TOKEN not in known and opened == {(ACTOR, name)}
         # The registry's door agrees, also with what the actor has not derived but is given.
-        secrets = {one for one in strings if len(one) == len(role_key("", "", ""))}
+        secrets = {string for string in strings if len(string) == len(role_key("", "", ""))}
         tried = {
             (role, other)
             for role in (TRAINER, RANK, ACTOR)
@@ -163,5 +163,5 @@ def test_no_actor_that_the_run_starts_can_speak_as_another_part(
         }
         assert tried == {(ACTOR, name)}
         # Nor does it know the key to another actor's HTTP server.
-        (other,) = told.keys() - {name}
+        (other,) = strings_by_actor.keys() - {name}
         assert role_key(TOKEN, HTTP, name) in known and role_key(TOKEN, HTTP, other) not in known

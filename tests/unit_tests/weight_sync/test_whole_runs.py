@@ -62,13 +62,13 @@ def test_promises_hold_in_every_run(kind: str, pytestconfig: pytest.Config) -> N
 def main(kind: str, first: int, count: int) -> None:
     """So many runs of a kind, from a seed on; of a single one, what is logged is shown."""
     logging.basicConfig(level=logging.INFO if count == 1 else logging.CRITICAL, format="%(name)s %(message)s")
-    orders, begun = set(), time.monotonic()
+    orders, started_at = set(), time.monotonic()
     for seed in range(first, first + count):
         try:
             orders.add(KINDS[kind][0](seed).machine.order_of_events)
         except Exception as error:
             raise SystemExit(f"{kind} {seed}: {error!r}") from error
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started_at
     print(f"{kind}: {count} runs from seed {first}, {len(orders)} orders, no broken promise, {seconds:.0f} s")
 
 

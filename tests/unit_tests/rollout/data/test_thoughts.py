@@ -38,8 +38,8 @@ def family(name: str, special: tuple[str, ...], opens: str = "") -> Family:
 
 
 FAMILIES = {
-    one.name: one
-    for one in (
+    model_family.name: model_family
+    for model_family in (
         family("tags", ()),
         family("tags that the prompt opens", (), "<think>\\n"),
         family("a thought that the prompt closes", (), "<think>\\n\\n</think>\\n\\n"),
@@ -100,8 +100,8 @@ TURNS: list[tuple[str, str, str | None, str, float, float]] = [
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     found = {}
-    for name, one in FAMILIES.items():
-        directory = one.write(tmp_path_factory.mktemp("family"))
+    for name, model_family in FAMILIES.items():
+        directory = model_family.write(tmp_path_factory.mktemp("family"))
         if name == "special tags":
             data = json.loads((directory / "tokenizer.json").read_text())
             for token in data["added_tokens"]:
@@ -127,10 +127,10 @@ def make_config(tokenizer: Tokenizer, *functions: str) -> JobConfig:
 
 @pytest.mark.parametrize("turn", TURNS, ids=lambda turn: f"{turn[0]}: {turn[1]}")
 def test_thought_and_answer(turn: tuple[Any, ...], tokenizers: dict[str, Tokenizer]) -> None:
-    name, said, thought, answer, *_ = turn
+    name, output, thought, answer, *_ = turn
     tokenizer = tokenizers[name]
     prompt = PromptMaker(make_config(tokenizer), tokenizer).make({"prompt": "6+6?"}, 0)
-    found = TurnReader(tokenizer).read(prompt.token_ids, sampled(tokenizer, said).token_ids)
+    found = TurnReader(tokenizer).read(prompt.token_ids, sampled(tokenizer, output).token_ids)
     assert (found.thought, found.final_text) == (thought, answer)
 
 
@@ -141,7 +141,7 @@ def test_rewards_and_evaluations_read_it_so(name: str, tokenizers: dict[str, Tok
     config = make_config(tokenizer, "accuracy", "format", "tests.unit_tests.rollout.reward_examples:parts_of_a_turn")
 
     async def generate(request: Any, min_version: int) -> list[Completion]:
-        return [sampled(tokenizer, said) for _, said, *_ in turns]
+        return [sampled(tokenizer, output) for _, output, *_ in turns]
 
     async def score() -> Any:
         pool = RewardPool(config)
@@ -155,10 +155,10 @@ def test_rewards_and_evaluations_read_it_so(name: str, tokenizers: dict[str, Tok
             await pool.close()
 
     group, trained, evaluated = asyncio.run(score())
-    assert [(one["accuracy"], one["format"]) for _, one in trained] == [turn[4:] for turn in turns]
+    assert [(parts["accuracy"], parts["format"]) for _, parts in trained] == [turn[4:] for turn in turns]
     assert [reward for reward, _ in evaluated] == [turn[4] for turn in turns]
-    assert [(one.extra["thought"], one.extra["final"]) for one in group] == [turn[2:4] for turn in turns]
-    assert [one.completion for one in group] == [tokenizer.decode(tokenizer.encode(turn[1])) for turn in turns]
+    assert [(sample.extra["thought"], sample.extra["final"]) for sample in group] == [turn[2:4] for turn in turns]
+    assert [sample.completion for sample in group] == [tokenizer.decode(tokenizer.encode(turn[1])) for turn in turns]
 
 
 @pytest.mark.parametrize("turn", TURNS, ids=lambda turn: f"{turn[0]}: {turn[1]}")
@@ -166,13 +166,13 @@ def test_rewards_and_evaluations_read_it_so(name: str, tokenizers: dict[str, Tok
 def test_agents_see_thoughts_with_their_tags_or_not_at_all(
     turn: tuple[Any, ...], finish: str, tokenizers: dict[str, Tokenizer]
 ) -> None:
-    name, said, _, answer, *_ = turn
+    name, output, _, answer, *_ = turn
     tokenizer = tokenizers[name]
     prompt_ids = PromptMaker(make_config(tokenizer), tokenizer).make({"prompt": "6+6?"}, 0).token_ids
-    message = make_choice(sampled(tokenizer, said, finish), Call(), tokenizer, "n", "hermes", prompt_ids).message
+    message = make_choice(sampled(tokenizer, output, finish), Call(), tokenizer, "n", "hermes", prompt_ids).message
     literal = name.startswith(("tags", "a thought"))
-    expected = said if literal else answer
-    if "commentary" in said:
+    expected = output if literal else answer
+    if "commentary" in output:
         expected = f"I add.\n{answer}"
     assert message["role"] == "assistant" and message["content"].rstrip(" ") == expected.rstrip(" ")
 
@@ -214,28 +214,28 @@ def test_environments_get_the_whole_turn_and_the_text_that_programs_see(
     opening, closing = {"magistral": ("[THINK]", "[/THINK]"), "gpt-oss": (ANALYSIS, f"{NEXT}{FINAL}")}.get(
         name, ("" if "opens" in name else "<think>", "</think>")
     )
-    said = f"{opening}{call}{closing}12"
+    output = f"{opening}{call}{closing}12"
 
     async def generate(request: Any, min_version: int, shares: str) -> list[Completion]:
-        return [sampled(tokenizer, said)]
+        return [sampled(tokenizer, output)]
 
     maker = PromptMaker(config, tokenizer)
     player = EpisodePlayer(config, SimpleNamespace(generate=generate), environment, maker, tokenizer)
     prompt = maker.make({"prompt": "6+6?"}, 0)
     (trajectory,) = asyncio.run(player.play(prompt, GenerateRequest("r", [], SamplingParameters(512)), 0))
     assert trajectory.turn.final_text == "12" and call in trajectory.turn.thought
-    said = said.partition(closing)[0]  # a thought that is not closed
+    output = output.partition(closing)[0]  # a thought that is not closed
     asyncio.run(player.play(prompt, GenerateRequest("s", [], SamplingParameters(512)), 0))
     (text, _), (unclosed, _) = environment.turns
-    assert (text, unclosed) == ((f"{said}{closing}12", said) if "opens" in name else ("12", ""))
+    assert (text, unclosed) == ((f"{output}{closing}12", output) if "opens" in name else ("12", ""))
     assert [parse_tool_calls(marked, "hermes")[1] for _, marked in environment.turns] == [[], []]
 
 
 def test_a_stop_text_cuts_the_answer_and_not_the_thought(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["gpt-oss"]
-    for said, text in (
+    for output, text in (
         (f"{ANALYSIS}a STOP", ""),
         (f"{ANALYSIS}a{NEXT}{FINAL}b STOP", "b "),
     ):
-        choice = make_choice(sampled(tokenizer, said), Call(stop=["STOP"]), tokenizer, "n", "harmony")
+        choice = make_choice(sampled(tokenizer, output), Call(stop=["STOP"]), tokenizer, "n", "harmony")
         assert (choice.message["content"], choice.stopped_by) == (text, "STOP")

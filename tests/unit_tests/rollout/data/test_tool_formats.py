@@ -80,7 +80,7 @@ def family(name: str, call: str, end: str, special: tuple[str, ...] = ()) -> Fam
     return Family(name, FRAME.replace("CALL", call).replace("END", f"'{end}'"), (end,), end, end, stops=special)
 
 
-MARKS = tuple(f"<｜tool▁{one}｜>" for one in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+MARKS = tuple(f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 OTHERS = [
     family("qwen3_coder", CODER, "<|im_end|>"),
     family("deepseek v3", DEEPSEEK.replace("WRITTEN", V3), "<｜end▁of▁sentence｜>", MARKS),
@@ -102,7 +102,7 @@ OTHERS = [
         KIMI,
         "<|im_end|>",
         tuple(
-            f"<|tool_call{one}|>" for one in ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
+            f"<|tool_call{tail}|>" for tail in ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
         ),
     ),
     Family("harmony", HARMONY, ("<|return|>", "<|call|>"), "<|return|>", "<|call|>"),
@@ -131,14 +131,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize(
-    "family", [*OTHERS, *(one for one in FAMILIES if one.name in SHIPPED)], ids=lambda one: one.name
+    "family", [*OTHERS, *(family for family in FAMILIES if family.name in SHIPPED)], ids=lambda family: family.name
 )
 def test_calls_are_read_as_the_template_writes_them(family: Family, tmp_path: Path) -> None:
     tokenizer = Tokenizer(family.write(tmp_path))
     form = detect_format("auto", tokenizer)
     assert form == SHIPPED.get(family.name, family.name.split()[0])
     calls = CALLS[:1] if family.name in ONE_CALL else CALLS
-    written = [{"type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls]
+    written = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
     question: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     renderer = ChatRenderer(tokenizer)
     for answer in (
@@ -148,7 +148,7 @@ def test_calls_are_read_as_the_template_writes_them(family: Family, tmp_path: Pa
         sampled = renderer.answered(question, answer, TOOLS)
         assert sampled is not None
         choice = make_choice(whole(sampled[1]), Call(question, TOOLS), tokenizer, "x", form)
-        read = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in choice.calls]
+        read = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in choice.calls]
         if "tool_calls" in answer:
             assert read == calls and "".join((choice.message["content"] or "").split()) in ("", "<think></think>")
         else:
@@ -178,7 +178,7 @@ def test_a_template_whose_calls_nothing_reads_is_refused_unless_a_parser_is_name
     assert detect_format("auto", tokenizer) == "hermes"
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_templates_of_known_families_are_not_refused(family: Family, tmp_path: Path) -> None:
     refuse_unread_calls("auto", Tokenizer(family.write(tmp_path)))
 
