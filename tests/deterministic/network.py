@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -15,10 +16,10 @@ NOTHING = 1e-9
 
 
 class Flow:
-    """Bytes in transit from one link to another."""
+    """Bytes in transit from one link to another, at most `limit` bytes per second."""
 
-    def __init__(self, network: Network, source: int, target: int, size: float, done: Callable[[], None]):
-        self._network, self.done = network, done
+    def __init__(self, network: Network, source: int, target: int, size: float, done: Callable[[], None], limit: float):
+        self._network, self.done, self.limit = network, done, limit
         self.source, self.target, self.size, self.left, self.rate = source, target, size, size, 0.0
 
     def cancel(self) -> None:
@@ -49,10 +50,10 @@ class Network:
         self._capacity[link] = bytes_per_s
         self.change()
 
-    def start(self, source: int, target: int, size: float, done: Callable[[], None]) -> Flow:
-        """Move `size` bytes, then call `done`."""
+    def start(self, source: int, target: int, size: float, done: Callable[[], None], limit: float = math.inf) -> Flow:
+        """Move `size` bytes, at most `limit` of them per second, then call `done`."""
         self.change()
-        flow = Flow(self, source, target, size, done)
+        flow = Flow(self, source, target, size, done, limit)
         self.flows[flow] = None
         return flow
 
@@ -74,7 +75,8 @@ class Network:
         if self._next is not None:
             self._next.cancel()
         links = np.array([(flow.source, flow.target) for flow in self.flows], dtype=np.int64).reshape(-1, 2)
-        rates = fair_rates(np.array(self._capacity), links[:, 0], links[:, 1]).tolist()
+        limits = np.array([flow.limit for flow in self.flows])
+        rates = fair_rates(np.array(self._capacity), links[:, 0], links[:, 1], limits).tolist()
         for flow, rate in zip(self.flows, rates, strict=True):
             flow.rate = rate
         seconds = min((flow.left / flow.rate for flow in self.flows if flow.rate > 0), default=None)
@@ -90,10 +92,11 @@ class Network:
             flow.done()
 
 
-def fair_rates(capacity: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+def fair_rates(capacity: np.ndarray, source: np.ndarray, target: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Max-min fair rates by progressive filling.
 
-    capacity: (links,) bytes/s; source, target: (flows,) link numbers. Returns (flows,) bytes/s.
+    capacity: (links,) bytes/s; source, target: (flows,) link numbers; limit: (flows,) bytes/s that a flow may have.
+    Returns (flows,) bytes/s.
     """
     rates = np.zeros(len(source))
     left = capacity.astype(float)
@@ -103,9 +106,9 @@ def fair_rates(capacity: np.ndarray, source: np.ndarray, target: np.ndarray) -> 
         load = np.bincount(from_link, minlength=len(left)) + np.bincount(to_link, minlength=len(left))
         level = np.full(len(left), np.inf)
         np.divide(left, load, out=level, where=load > 0)
-        lowest = max(float(level.min()), 0.0)
+        lowest = max(min(float(level.min()), float(limit[flows].min())), 0.0)
         full = level <= lowest * (1 + EQUAL)
-        stuck = full[from_link] | full[to_link]
+        stuck = full[from_link] | full[to_link] | (limit[flows] <= lowest * (1 + EQUAL))
         rates[flows[stuck]] = lowest
         left -= lowest * np.bincount(from_link[stuck], minlength=len(left))
         left -= lowest * np.bincount(to_link[stuck], minlength=len(left))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import field
@@ -53,7 +54,9 @@ class Scenario:
     rank_gigabytes_per_s: Positive = 2.5
     """what one rank can send"""
     actor_gigabytes_per_s: Positive = 2.5
-    """what one actor can receive and check, and what it can send"""
+    """what one actor's network can receive, and what it can send"""
+    thread_s_per_gigabyte: Positive = 0.25
+    """processor time of a thread that sends, or receives and checks, a gigabyte"""
     latency_s: NotNegative = 2e-4
     """one way of a message"""
     latency_jitter_s: NotNegative = 1e-4
@@ -135,6 +138,16 @@ class Scenario:
     def shard_bytes(self) -> float:
         """How much one rank holds and sends."""
         return self.gigabytes * 1e9 / self.ranks
+
+    @property
+    def thread_bytes_per_s(self) -> float:
+        """What one thread can move."""
+        return 1e9 / self.thread_s_per_gigabyte
+
+    @property
+    def process_bytes_per_s(self) -> float:
+        """What one process can move. With a single connection to each shard server, one thread serves them all."""
+        return self.thread_bytes_per_s if self.weight_sync.table.connections == 1 else math.inf
 
 
 def known_keys() -> dict[str, FieldInfo]:

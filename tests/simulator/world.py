@@ -143,7 +143,7 @@ class SimulatedActor(Actor):
         self.crashes = self.freezes = 0
         self._network, self._scenario, self._rollouts = network, scenario, world.rollouts
         self._random = Random(f"{scenario.seed}/{self.name} faults")
-        self._bytes_per_s = scenario.actor_gigabytes_per_s * 1e9 / slowness
+        self._bytes_per_s = min(scenario.actor_gigabytes_per_s * 1e9 / slowness, scenario.process_bytes_per_s)
         self.ingress, self.egress = network.add_link(self._bytes_per_s), network.add_link(self._bytes_per_s)
 
     def come_up(self) -> None:
@@ -215,7 +215,7 @@ class SimulatedActor(Actor):
         return super().apply(manifest)
 
 
-# With relays or corruption, which work on buckets, a version has this many buckets, otherwise one.
+# With relays or corruption, which work on buckets, each connection carries this many of a version, otherwise one.
 BUCKETS = 8
 
 
@@ -241,7 +241,7 @@ class World(Machine):
         self.transfers: list[float] = []
         self._committed: dict[int, float] = {}
         self._served: dict[str, int] = {}
-        buckets = BUCKETS if sync.table.relay or scenario.corruption_probability else 1
+        buckets = sync.table.connections * (BUCKETS if sync.table.relay or scenario.corruption_probability else 1)
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
         settings = RegistrySettings.of(sync, 1, round(scenario.gigabytes * 1e9))
         # The savings of deltas are modelled here, so none are made. A bucket arrives in only two pieces, so a pull that
@@ -254,6 +254,7 @@ class World(Machine):
             lease_s=settings.lease_s,
             progress_timeout_s=settings.lease_s,
             relay_fanout=settings.relay_fanout,
+            connections=settings.connections,
         )
         runtime = Process(self, REGISTRY).runtime
         self.registry = Registry(runtime, settings, shape.epoch, 1, TOKEN, self._note, lambda: None)
@@ -261,7 +262,8 @@ class World(Machine):
         # One rank represents all.
         self.ranks = Rank(self, shape, 0)
         self.ranks.serve()
-        self._trainers_link = self.network.add_link(scenario.rank_gigabytes_per_s * 1e9 * scenario.ranks)
+        rank_bytes_per_s = min(scenario.rank_gigabytes_per_s * 1e9, scenario.process_bytes_per_s)
+        self._trainers_link = self.network.add_link(rank_bytes_per_s * scenario.ranks)
         self.actors: dict[str, SimulatedActor] = {}
         for number in range(scenario.actors):
             actor = SimulatedActor(self, shape, number)
@@ -300,7 +302,9 @@ class World(Machine):
         has_base = len(self.published) > 1 and self._served.get(target.name) == self.published[-2]
         share = self.scenario.delta_share if self.scenario.weight_sync.table.delta and has_base else 1.0
         self.sent_bytes += self._bucket_bytes * share * (source is None)
-        return self.network.start(link, target.ingress, self._bucket_bytes * share, done)
+        # A connection here stands for one to each rank, of which each has its own thread if there are several.
+        limit = self.scenario.thread_bytes_per_s * self.scenario.ranks
+        return self.network.start(link, target.ingress, self._bucket_bytes * share, done, limit)
 
     # Registry
 

@@ -73,18 +73,24 @@ def small(**values: Any) -> Scenario:
 @settings(max_examples=60)
 @given(
     st.lists(st.floats(0.0, 100.0), min_size=2, max_size=6),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.floats(0.0, 50.0) | st.just(math.inf)),
+        min_size=1,
+        max_size=12,
+    ),
 )
-def test_rates_are_max_min_fair(capacity: list[float], flows: list[tuple[int, int]]) -> None:
-    """No link is overloaded, and every flow has a full link on which nobody is faster: the definition."""
-    ends = np.array(flows) % len(capacity)
-    rates = fair_rates(np.array(capacity), ends[:, 0], ends[:, 1])
+def test_rates_are_max_min_fair(capacity: list[float], flows: list[tuple[int, int, float]]) -> None:
+    """No link is overloaded, and every flow has its limit, or a full link on which nobody is faster: the definition."""
+    ends = np.array([flow[:2] for flow in flows]) % len(capacity)
+    limits = np.array([flow[2] for flow in flows])
+    rates = fair_rates(np.array(capacity), ends[:, 0], ends[:, 1], limits)
     flowing = list(zip(rates, ends, strict=True))
     load = [sum(rate * (way == link).sum() for rate, way in flowing) for link in range(len(capacity))]
     for link, bytes_per_s in enumerate(capacity):
         assert load[link] <= bytes_per_s * (1 + 1e-6) + 1e-9
     for flow, rate in enumerate(rates):
-        assert any(
+        assert rate <= limits[flow] * (1 + 1e-6)
+        assert rate >= limits[flow] * (1 - 1e-6) or any(
             load[link] >= capacity[link] * (1 - 1e-6) - 1e-9
             and all(other <= rate * (1 + 1e-6) + 1e-9 for other, way in flowing if link in way)
             for link in ends[flow]
@@ -184,6 +190,7 @@ rates = st.sampled_from([0.0, 1.0])
             "weight_sync.num_slots": st.integers(3, 4),
             "weight_sync.tcp.relay": st.booleans(),
             "weight_sync.tcp.delta": st.booleans(),
+            "weight_sync.tcp.connections": st.sampled_from([1, 3]),
         }
     ),
 )
@@ -239,6 +246,32 @@ def test_the_blocking_stall_grows_with_the_transfer() -> None:
     stalls = [simulate(small(**EVEN, gigabytes=size), False)["sync_stall_s"] for size in sizes]
     expected = [size / 4 / 20 + size / 4 / 5 + size / 2.5 + 0.2 + STATUS_SECONDS for size in sizes]
     assert stalls == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "actors", "connections", "seconds"),
+    [
+        (1, 1, 1, 0.25),
+        (1, 1, 2, 0.125),
+        # From here on, the network's 12.5 GB/s are less than what the threads move.
+        (1, 1, 4, 0.08),
+        (1, 1, 8, 0.08),
+        # One thread of the actor serves all ranks, unless each connection has its own.
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.08),
+        # A rank's only thread sends to all actors.
+        (1, 3, 1, 0.75),
+        (1, 3, 2, 0.125),
+    ],
+)
+def test_several_connections_are_faster_until_the_network_bounds_them(
+    ranks: int, actors: int, connections: int, seconds: float
+) -> None:
+    """A gigabyte behind 100 Gbit/s, of which a thread moves 4 GB/s."""
+    links = {"actor_gigabytes_per_s": 12.5, "rank_gigabytes_per_s": 50.0, "thread_s_per_gigabyte": 0.25}
+    sizes = {"ranks": ranks, "actors": actors, "weight_sync.tcp.connections": connections, "hours": 0.01}
+    figures = simulate(small(**EVEN, **links, **sizes))
+    assert figures["transfer_p50_s"] == pytest.approx(seconds, abs=0.005)
 
 
 def test_a_slow_actor_takes_what_it_can() -> None:
