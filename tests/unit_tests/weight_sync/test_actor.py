@@ -20,10 +20,11 @@ from torchtitan.weight_sync.actor import group
 from torchtitan.weight_sync.actor.actor import StagingEngine, SyncActor
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.memory.slots import SharedSlots
+from torchtitan.weight_sync.memory.slots import SharedSlots, file_reference
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
 from torchtitan.weight_sync.memory.transfer import Transfer
 from torchtitan.weight_sync.transports.bucket_server import Relay
+from torchtitan.weight_sync.wire import runtime as wire
 from torchtitan.weight_sync.wire.handshake import PEER
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
@@ -40,6 +41,8 @@ Outcome = dict[str, int] | Exception
 )  # fmt: skip
 def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: str) -> None:
     assert reachable_host(host, peer) == told
+    address = wire.format_address(told, 7)
+    assert wire.parse_address(address) == (told, 7) and address.startswith("[") == (":" in told)
 
 
 def test_a_thread_that_fails_says_so() -> None:
@@ -167,6 +170,20 @@ def test_a_relay_sends_nothing_of_memory_that_belongs_to_the_next_version() -> N
     relay.hold(layout, second)
     machine.run(machine.now + 0.1)
     assert peer.over and not peer.count("bucket")
+
+
+@pytest.mark.parametrize(("ranks", "buckets", "workers"), [(1, 5, 2), (3, 1, 3), (2, 3, 1)])
+def test_workers_fetch_each_bucket_once_into_memory_that_they_share(ranks: int, buckets: int, workers: int) -> None:
+    layout = whole_layout(ranks, buckets)
+    slots = SharedSlots.create(1, layout.total_bytes)
+    shared = {"staging": {**file_reference(slots.data_fd), "workers": workers}}
+    engines = [StagingEngine(lambda _staged: None, "cpu", lambda work: work(), number) for number in range(workers)]
+    needs = [engine.prepare(layout, shared) for engine in engines]
+    assert sorted(key for share in needs for key in share) == sorted(layout.bucket_keys())
+    assert max(map(len, needs)) - min(map(len, needs)) <= 1
+    engines[0].memory((0, 0))[:1] = b"x"
+    assert all(bytes(engine.memory((0, 0))[:1]) == b"x" for engine in engines)
+    slots.close_files()
 
 
 def test_staging_memory_that_has_been_written_since_proves_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -124,6 +125,44 @@ def test_a_peer_that_reads_nothing_is_hung_up_on(runtime: SocketRuntime, monkeyp
                 break
     assert deaf.over == "the peer does not read its messages"
     assert not reads.over and total > 100 * 65536
+
+
+def test_a_message_to_many_is_encoded_once() -> None:
+    message = wire.BroadcastMessage(type="ping")
+    assert wire.encode(message) is wire.encode(message) and wire.encode(message) == wire.encode({"type": "ping"})
+
+
+def test_a_channel_that_has_sent_everything_does_not_keep_the_loop_busy(runtime: SocketRuntime) -> None:
+    end, got = End(runtime), 0
+    end.channel.trust()
+    end.peer.setblocking(False)
+    end.channel.send(BUCKET, memoryview(bytes(4 << 20)))
+
+    def read() -> bool:
+        nonlocal got
+        with contextlib.suppress(BlockingIOError):
+            got += len(end.peer.recv(1 << 20))
+        return got > 4 << 20
+
+    turns_until(runtime, read)
+    turn(runtime)
+    assert not runtime.loop.remove_writer(end.own)
+
+
+def test_only_the_last_bytes_of_what_waits_are_sent_at_once(runtime: SocketRuntime) -> None:
+    """The system may wait for more before it sends the others, so a message does not need a packet of its own."""
+    flags: list[int] = []
+
+    class Recording(socket.socket):
+        def send(self, data: Any, flag: int = 0, /) -> int:
+            flags.append(flag)
+            return super().send(data, flag)
+
+    local, peer = socket.socketpair()
+    end = End(runtime, Recording(fileno=local.detach()), peer)
+    end.channel.send(BUCKET, memoryview(bytes(8)))
+    turns_until(runtime, lambda: len(flags) == 2)
+    assert flags == [socket.MSG_MORE, 0]
 
 
 def test_a_fast_peer_has_its_share_of_a_turn(runtime: SocketRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,14 @@ def serving() -> tuple[Job, Group]:
     return job, group
 
 
+def test_row_of_a_delivery_has_the_bytes_of_all_workers_and_the_most_of_one() -> None:
+    job, group = serving()
+    (figures,) = [row["figures"] for _, event, row in job.journal if event == "delivery"]
+    version_bytes = SHAPE.ranks * SHAPE.buckets * BUCKET_BYTES
+    assert (figures["bytes_full"], figures["worker_bytes"]) == (version_bytes, version_bytes // WORKERS)
+    group.close()
+
+
 def test_a_version_that_one_worker_finds_corrupt_is_served_by_none() -> None:
     job, group = serving()
     applied = group.leader.applied

@@ -166,6 +166,20 @@ def test_actor_that_leaves_is_no_eviction_and_nobody_waits_for_it() -> None:
     assert trainer.last("status")["evictions"] == 2
 
 
+def test_actor_that_leaves_while_it_pulls_retains_no_snapshot() -> None:
+    world = GuestWorld()
+    ranks = world.ranks()
+    world.publish(ranks, 1, 0)
+    guest, actor = world.guest(), world.actor("spot")
+    actor.say("pulling", serial=1, version=0)
+    guest.say("leave")
+    assert actor.channel is not None
+    actor.channel.close("ended")
+    world.run(0.2)
+    world.publish(ranks, 2, 1)
+    assert not world.registry.snapshots.retained and not world.registry.snapshots.pulls
+
+
 def test_guest_that_leaves_may_connect_again_before_its_connection_has_ended() -> None:
     world = GuestWorld()
     trainer, ranks = world.trainer(), world.ranks()

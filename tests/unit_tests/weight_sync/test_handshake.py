@@ -155,6 +155,17 @@ def test_a_call_that_is_given_up_leaves_nothing_behind() -> None:
     assert not client.channels and not port.process.channels and not port.entered
 
 
+def test_a_call_that_is_not_answered_in_time_is_hung_up() -> None:
+    machine = Machine(0)
+    client, mute = Process(machine, "client"), Process(machine, "mute")
+    mute.runtime.listen("server", lambda _channel: None)
+    reasons: list[str] = []
+    never = lambda *_: pytest.fail("nobody has answered")  # noqa: E731
+    Dialer(client.runtime, "server", Identity.of("token", ACTOR, "a"), {}, never, reasons.append)
+    machine.run(handshake.HANDSHAKE_SECONDS + 1.0)
+    assert len(reasons) == 1 and "did not answer" in reasons[0] and not client.channels
+
+
 def test_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "MAX_HANDSHAKES", 8)
     machine = Machine(0)

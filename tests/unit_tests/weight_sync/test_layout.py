@@ -92,6 +92,8 @@ def test_ranks_layouts_merge_into_one_and_gaps_are_refused() -> None:
         merge_layouts([part(0), {**part(1), "bucket_bytes": 128}])
     with pytest.raises(LayoutError, match="elements of 10"):
         merge_layouts([part(0)])
+    with pytest.raises(LayoutError, match="rank 0 did not report the shards of one rank"):
+        merge_layouts([{**part(0), "ranks": part(0)["ranks"] + part(1)["ranks"]}])
     with pytest.raises(LayoutError, match="twice"):
         merge_layouts([part(0), part(0)])
 

@@ -12,6 +12,7 @@ from tests.unit_tests.weight_sync.clients import GUEST_TOKEN, Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.memory import published
 from torchtitan.weight_sync.memory.published import PublishedVersions
+from torchtitan.weight_sync.registry import deliveries
 from torchtitan.weight_sync.registry import registry as registry_module
 from torchtitan.weight_sync.registry.registry import MAX_LOST_SNAPSHOTS, Registry
 from torchtitan.weight_sync.registry.state import RegistrySettings
@@ -290,6 +291,30 @@ def test_poisoned_version_that_is_served_does_not_end_the_pull_of_the_next_one()
     assert all(row["begun_at"] <= row["staged_at"] <= row["ended_at"] for row in world.events("delivery"))
 
 
+def test_pull_that_another_one_follows_is_aborted_and_is_no_attempt_of_the_next() -> None:
+    world = World()
+    ranks, actor = world.ranks(), world.actor()
+    for version in range(2):
+        world.publish(ranks, version + 1, version)
+        for _ in range(2):  # saying it twice begins no other pull
+            actor.say("pulling", serial=version + 1, version=version)
+    actor.say("ended", version=1, outcome="staged", reason="")
+    actor.say("serving", version=1, digest=world.digest, figures={"apply_s": 1.0})
+    rows = [(row["version"], row["outcome"], row["attempt"]) for row in world.events("delivery")]
+    assert rows == [(0, "aborted", 1), (1, "applied", 1)]
+
+
+def test_actor_that_never_pulls_is_remembered_a_bounded_number_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "MAX_OFFERED", 2)
+    world = World()
+    ranks, _actor = world.ranks(), world.actor()
+    superseded: list[list[int]] = []
+    for version in range(4):
+        world.publish(ranks, version + 1, version)
+        superseded.append([row["version"] for row in world.events("delivery")])
+    assert superseded == [[], [], [0], [0, 1]]
+
+
 def test_pin_reaches_all_actors_and_those_that_come_later() -> None:
     world = World()
     trainer, ranks, actor, other = world.trainer(), world.ranks(), world.actor(), world.actor("other")
@@ -368,6 +393,8 @@ def test_a_restarted_registry_knows_published_versions_and_no_forgotten_ones(
     for version in range(3):
         world.publish(ranks, version + 1, version)
         digests.append(world.digest)
+    world.published.add(1, digests[1])
+    assert world.published.newest == 2, "whatever is recorded late"
     world = World(published=world.published)
     trainer = world.trainer()
     old, forgotten = world.actor(), world.actor("forgotten")
@@ -475,6 +502,8 @@ def test_silent_clients_are_hung_up_on_and_forgotten_in_the_end(monkeypatch: pyt
     assert "a" in world.registry.actors
     world.run(3.0)
     assert list(world.registry.actors) == ["lively"] and world.beats > 40
+    world.run(1.0)
+    assert any("a" in message["forgotten"] for message in trainer.heard if message["type"] == "status")
 
 
 def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:

@@ -112,7 +112,9 @@ def test_source_that_an_actor_has_left_relays_no_more_and_neither_does_that_acto
     assert world.announce() == {"d": "c"}, "a new process of that name is no better known"
 
 
-def test_source_that_has_died_was_not_left() -> None:
+@pytest.mark.parametrize("served", ["bc", "c"])
+def test_source_that_has_died_was_not_left(served: str) -> None:
+    """Nor was the actor after it, which has nothing to pass on: also before a shard server has sent it anything."""
     world = Relaying("abc")
     world.announce()
     world.sends(*"abc")
@@ -121,8 +123,18 @@ def test_source_that_has_died_was_not_left() -> None:
     assert channel is not None
     channel.close("killed")
     world.run(0.1)
-    world.sends("b", "c")
+    world.sends(*served)
     assert world.announce() == {"c": "b"} and not world.events("relay_left")
+
+
+def test_bytes_of_actors_and_snapshots_that_are_gone_end_no_connection() -> None:
+    """A shard server tells of them a little later."""
+    world = Relaying("ab")
+    world.announce()
+    rows = [["nobody", world.serial, VERSION_BYTES], ["a", world.serial + 7, VERSION_BYTES]]
+    world.all_ranks[0].say("moved", moved=[*rows, ["b", world.serial, VERSION_BYTES]])
+    assert not world.all_ranks[0].over
+    assert {name for name, actor in world.registry.actors.items() if actor.took_s is not None} == {"b"}
 
 
 def test_actor_that_cannot_begin_at_once_relays_nothing_and_is_not_blamed() -> None:

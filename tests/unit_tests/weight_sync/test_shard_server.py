@@ -127,6 +127,17 @@ def test_several_snapshots_are_hashed_one_after_the_other_newest_first() -> None
     assert sorted(serials) == [1, 2, 3] and serials[1] > serials[2]
 
 
+def test_actor_that_asks_for_checksums_before_they_are_computed_waits_for_them() -> None:
+    world = World()
+    world.rank.process.longest_on_thread["checksums"] = MAX_BUCKET_SECONDS
+    serial = world.fill(0)
+    actor = world.actor()
+    actor.say("open", pull=1, serial=serial, buckets=[[CHECKSUM_TABLE, 1]])
+    assert not actor.over and sent_buckets(actor, 1) == [], "nothing can be checked before they are there"
+    world.run(MAX_BUCKET_SECONDS)
+    assert not actor.over and sent_buckets(actor, 1) == [CHECKSUM_TABLE, 0]
+
+
 def test_beat_stops_when_a_checksum_hangs() -> None:
     world = World()
     world.run(1.0)
