@@ -19,6 +19,7 @@ from torchtitan.utils.addresses import reachable_host
 from torchtitan.weight_sync.actor import group
 from torchtitan.weight_sync.actor.actor import StagingEngine, SyncActor
 from torchtitan.weight_sync.actor.group import LeadingEngine, as_figures
+from torchtitan.weight_sync.actor.puller import Served
 from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import SharedSlots, file_reference
 from torchtitan.weight_sync.memory.staging import ExpectedChecksums, StagedVersion
@@ -45,11 +46,14 @@ def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: 
     assert wire.parse_address(address) == (told, 7) and address.startswith("[") == (":" in told)
 
 
-def test_a_thread_that_fails_says_so() -> None:
+def test_status_says_what_is_served_and_why_a_thread_has_failed() -> None:
     actor = SyncActor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
     assert (
         actor.status()["failure"] is None and actor.status()["state"] == "joining" and not actor.status()["connected"]
     )
+    actor.puller.serving = Served("e", 3, "digest")
+    served = {name: actor.status()[name] for name in Served._fields}
+    assert served == {"epoch": "e", "version": 3, "digest": "digest"}
     actor.puller.start = lambda _listener: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     actor.start()
     until(lambda: actor.status()["failure"])

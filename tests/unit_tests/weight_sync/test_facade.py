@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.facade import SyncOutcome, WeightSync
+from torchtitan.weight_sync.facade import SyncOutcome, Watcher, WeightSync
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import Boundary
 from torchtitan.weight_sync.registry.state import MAX_FAILURES, tally
@@ -108,6 +110,17 @@ def test_the_states_and_figures_of_actors_are_returned() -> None:
     assert sync.statistics() == {**figures, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}
     with pytest.raises(UserError, match="the registry is gone"):
         sync_of(Registry(3, {}), failure="the registry is gone").wait_until_applied(3, 1.0)
+
+
+def test_watcher_whose_thread_has_failed_says_so_and_ends_waits() -> None:
+    watcher = Watcher("127.0.0.1:9", "token", "e")
+    began = time.monotonic()
+    watcher.wait_for(lambda _status: False, 0.2)
+    assert time.monotonic() - began >= 0.2 and not watcher.failure
+    watcher._runtime.post(lambda: 1 / 0)
+    watcher.wait_for(lambda _status: False, 10 * PATIENCE_S)
+    assert time.monotonic() - began < PATIENCE_S and "ZeroDivisionError" in watcher.failure
+    watcher.close(1.0)
 
 
 def test_version_that_a_newer_one_overtakes_is_not_counted_as_published() -> None:

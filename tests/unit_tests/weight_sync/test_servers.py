@@ -85,6 +85,18 @@ def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:
     assert lives.frozen_at == [starting, beaten + FROZEN_CHECKS, beaten + 2 * FROZEN_CHECKS]
 
 
+def test_a_thread_that_hangs_when_it_was_told_to_end_is_a_failure_of_its_server() -> None:
+    server: Any = object.__new__(servers.ShardServerThread)
+    stops: list[int] = []
+    server.runtime = SimpleNamespace(stop=lambda: stops.append(server.restarts))
+    server.name, server.failure, server.restarts, server._stopped = "server", "", 0, -1
+    for server.restarts in (0, 1):
+        server._end_frozen()
+        assert not server.failure, "it may end, and another one begin"
+    server._end_frozen()
+    assert stops == [0, 1] and "has to be started again" in server.failure
+
+
 def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,17 @@ def test_actor_gets_the_buckets_that_it_asks_for() -> None:
     assert sent_buckets(actor, 2) == [0, 3]
 
 
+def test_bucket_that_could_be_named_is_sent_only_where_it_is_asked_for_again() -> None:
+    world = World()
+    serial, actor = world.fill(0), world.actor()
+    world.rank.server._refer = lambda slot, start, _end: {"slot": slot, "start": start}
+    for pull, more in ((1, {}), (2, {"again": True})):
+        actor.say("open", pull=pull, serial=serial, buckets=[[1, 2]], **more)
+    named, sent = (message for message in actor.heard if message["type"] == "bucket")
+    assert named["reference"]["start"] == BUCKET_BYTES and "bytes" not in named
+    assert sent["bytes"] == BUCKET_BYTES and "reference" not in sent
+
+
 def test_registry_hears_who_has_got_how_much_of_which_snapshot() -> None:
     """Whole buckets, also those of a connection that has closed, and what a delta stands for."""
     world = World()

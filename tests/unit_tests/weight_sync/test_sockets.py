@@ -156,6 +156,29 @@ def test_hello_of_a_stranger_is_cut_off() -> None:
         assert thread.is_alive(), "one stranger ended the loop for all"
 
 
+def test_server_that_has_proved_itself_may_say_more_than_a_stranger() -> None:
+    runtime, ends = SocketRuntime(), list[str]()
+    listener = socket.create_server(("127.0.0.1", 0))
+    long: wire.Message = {"type": "layout", "layout": {"text": "x" * wire.MAXIMUM_HELLO_BYTES}}
+
+    def ended(how: str) -> None:
+        ends.append(how)
+        runtime.stop()
+
+    def ready(channel: wire.Channel, _fields: wire.Message) -> None:
+        channel.on_message = lambda _channel, message: ended("heard" if message == long else "another")
+        channel.on_close = lambda _channel, reason: ended(reason)
+
+    acceptor = Acceptor(runtime, frozenset((ACTOR,)), "secret", lambda *_: {}, lambda channel, *_: channel.send(long))
+    runtime.listen(listener, acceptor.accept)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    Dialer(runtime, address, Identity.of("secret", ACTOR, "a"), {}, ready, ended)
+    runtime.call_later(PATIENCE_S, runtime.stop)
+    runtime.run()
+    listener.close()
+    assert ends[:1] == ["heard"]
+
+
 class Flooded:
     """A server that two actors call; what each of them has said is counted. It answers pings."""
 
