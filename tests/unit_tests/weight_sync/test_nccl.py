@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S, until
+from torchtitan.config import gpu_defaults
+from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import point_to_point
 from torchtitan.distributed.point_to_point import Broken, PairStore, Poller
-from torchtitan.weight_sync.transports import links
+from torchtitan.weight_sync.transports import links, nccl
 from torchtitan.weight_sync.transports.links import Chunks, ReceivingLink, SendingLink
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
@@ -97,6 +99,29 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
     yield make
     for pair in pairs:
         pair.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "python", "refused"),
+    [
+        ("2.27.3", "2.27.3", "python", False), ("2.27.3", "2.26.2", "python", True),
+        ("2.27.3", "", "python", False), ("", "2.26.2", "python", False), ("2.27.3", "2.26.2", None, False),
+    ],
+    ids=["equal", "differ", "the engine has none", "the trainer has none", "no engine is started"],
+)  # fmt: skip
+def test_engine_of_another_nccl_is_refused_with_the_torch_that_has_it(
+    own: str, engine: str, python: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(interpreter: str, package: str) -> str | None:
+        if package == "torch":
+            return "2.9.1+cu128"
+        return (engine if interpreter == "python" else own) or None
+
+    monkeypatch.setattr(nccl, "wheel_version", version)
+    monkeypatch.setattr(gpu_defaults, "trains_on_gpu", lambda: False)
+    found = list(nccl.Nccl.problems(JobConfig(), lambda: python))
+    assert [key for key, _ in found] == ["weight_sync.transport"] * refused
+    assert all(own in text and engine in text and "torch==2.9.1," in text for _, text in found)
 
 
 def test_buckets_arrive_byte_for_byte(make_pair: Callable[..., Pair]) -> None:

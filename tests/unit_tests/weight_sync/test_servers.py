@@ -149,33 +149,60 @@ def test_a_server_may_open_as_many_files_as_the_machine_lets_it(tmp_path: Path) 
         registry.close(time.monotonic() + PATIENCE_S)
 
 
+class SlowJournal:
+    """A journal on a disk that hangs with its first line until `works` is set, and its loop on a thread."""
+
+    def __init__(self, path: Path):
+        self.path, self.runtime, self.works = path, SocketRuntime(), threading.Event()
+        self.journal = main.SyncJournal(self.runtime, path, term=1)
+        hangs, file = threading.Event(), self.journal._file
+
+        def slow_write(line: str) -> int:
+            hangs.set()
+            assert self.works.wait(PATIENCE_S)
+            return file.write(line)
+
+        self.journal._file = SimpleNamespace(write=slow_write)  # type: ignore[assignment]
+        self._thread = threading.Thread(target=self.runtime.run)
+        self._thread.start()
+        self.write(0)
+        assert hangs.wait(PATIENCE_S)
+
+    def write(self, number: int) -> None:
+        self.runtime.post(partial(self.journal.write, "line", {"number": number}))
+
+    def end(self) -> None:
+        """End the loop."""
+        self.runtime.stop()
+        self._thread.join(PATIENCE_S)
+
+    def close(self) -> list[dict[str, Any]]:
+        """What has been written."""
+        self.journal.close(time.monotonic() + PATIENCE_S)
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def test_lines_that_wait_for_a_slow_disk_are_written_at_the_end(tmp_path: Path) -> None:
+    slow = SlowJournal(tmp_path / "journal.jsonl")
+    for number in (1, 2):
+        slow.write(number)
+    until(lambda: slow.journal._waiting == 3)
+    slow.end()
+    threading.Timer(0.05, slow.works.set).start()
+    assert [record["number"] for record in slow.close()] == [0, 1, 2]
+
+
 def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "MAXIMUM_WAITING", 4)
-    runtime = SocketRuntime()
-    journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
-    works, hangs = threading.Event(), threading.Event()
-    write = journal._file.write
-
-    def slow_write(line: str) -> int:
-        hangs.set()
-        assert works.wait(PATIENCE_S)
-        return write(line)
-
-    monkeypatch.setattr(journal, "_file", SimpleNamespace(write=slow_write))
-    thread = threading.Thread(target=runtime.run)
-    thread.start()
-    runtime.post(partial(journal.write, "line", {"number": 0}))
-    assert hangs.wait(PATIENCE_S)
+    slow = SlowJournal(tmp_path / "journal.jsonl")
     for number in range(1, 10):
-        runtime.post(partial(journal.write, "line", {"number": number}))
-    until(lambda: journal._lost == 6)
-    works.set()
-    until(lambda: journal._waiting == 0)
-    runtime.post(partial(journal.write, "line", {"number": 10}))
-    runtime.stop()
-    thread.join(PATIENCE_S)
-    journal.close(time.monotonic() + PATIENCE_S)
-    records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+        slow.write(number)
+    until(lambda: slow.journal._lost == 6)
+    slow.works.set()
+    until(lambda: slow.journal._waiting == 0)
+    slow.write(10)
+    slow.end()
+    records = slow.close()
     assert [record["number"] for record in records if record["event"] == "line"] == [0, 1, 2, 3, 10]
     assert [record["number"] for record in records if record.get("lost_lines") == 6] == [10]
 
