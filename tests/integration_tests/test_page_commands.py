@@ -30,6 +30,7 @@ NOT_RUN = {
     r"lm-eval|lm_eval|vllm\.entrypoints": "another program's environment",
     r"^docker |sbatch |verify_gpu\.sh|fake_cuda\.sh": "needs Docker, Slurm, a GPU or torch's CUDA build",
     r"run_tests\.sh": "is this suite",
+    r"^python -m build$": "downloads build tools: test_packaging builds a wheel",
     r"^(python )?benchmarks/|benchmarks\.weight_sync|scripts/mutate\.py": "takes minutes to hours: test_benchmarks",
     r"test_whole_runs crowd": "takes hours; the suite runs a few of its seeds",
     r"^export ": "sets what the commands under it read",

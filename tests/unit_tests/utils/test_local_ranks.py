@@ -37,6 +37,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if device.rank() == 1:
         os.kill(os.getpid(), 9)
     dist.barrier()
+dist.destroy_process_group()
 """
 
 
