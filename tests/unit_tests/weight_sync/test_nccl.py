@@ -210,15 +210,24 @@ def test_no_send_is_launched_for_an_actor_that_posts_no_receive(
     assert len(launched) == 1
 
 
-def test_link_that_is_over_leaves_no_thread_behind(make_pair: Callable[..., Pair]) -> None:
-    """Actors come and go for days, each under a name of its own; the shard server stays."""
+def test_link_that_is_over_leaves_no_thread_behind(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actors come and go for days, each under a name of its own; the shard server stays. Nor does it leave a
+    communicator, or a thread that would still wait for the other end."""
     before = set(threading.enumerate())
     pair = make_pair()
     assert pair.fetch(pair.send(bytes(BUCKET))[0]) == bytes(BUCKET)
     serving = {pair.thread}
     pair.sender.close()
-    assert pair.receiver is not None
-    pair.receiver.close()
+    assert pair.receiver is not None and pair.receiver._communicator is not None
+    aborted, abort = threading.Event(), pair.receiver._communicator.abort
+    monkeypatch.setattr(pair.receiver._communicator, "abort", lambda: (abort(), aborted.set()))
+    monkeypatch.setattr(links, "CONNECT_SECONDS", 10 * PATIENCE_S)
+    alone = ReceivingLink("alone", pair.runtime.post, Joined(lambda _message: None), CPU)
+    for link in (pair.receiver, alone):
+        link.close()
+    assert aborted.wait(PATIENCE_S)
     until(lambda: set(threading.enumerate()) - before == serving, why=lambda: str(threading.enumerate()))
 
 
