@@ -134,7 +134,7 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         entry, pieces = self._pieces[name]
         if not pieces:
             return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        return pieces[0][1] if len(pieces) == 1 else PiecedTensor(Box((0,) * len(entry.shape), entry.shape), pieces)
+        return pieces[0][1] if len(pieces) == 1 else PiecedTensor(_whole(entry), pieces)
 
     def outlines(self) -> dict[str, torch.Tensor]:
         """Return the shapes and dtypes as meta tensors."""
