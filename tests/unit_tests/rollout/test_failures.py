@@ -107,7 +107,11 @@ def prompts_of(count: int, **columns: object) -> list[Prompt]:
     return [Prompt(index, "p", [1, 2], dict(columns)) for index in range(count)]
 
 
-@pytest.mark.parametrize("factory", ["Sound", "Raises", "Exits", "KillsItself", "Swells", "HasNoReward"])
+@pytest.mark.parametrize(
+    "factory",
+    # A process is started for each of its failures.
+    ["Sound", "Raises", "Exits", pytest.param("KillsItself", marks=pytest.mark.slow), "Swells", "HasNoReward"],
+)
 def test_samples_that_make_their_environment_fail_have_not_passed(tmp_path: Path, factory: str) -> None:
     """All episodes are in one process at a time, and none is blamed for another."""
     # The first process of a namespace does not die of its own signals.
