@@ -307,8 +307,15 @@ class TimedPuller(Puller):
 class NoEngine:
     """Has no memory, because no bytes come."""
 
+    def __init__(self) -> None:
+        self.held: dict[BucketKey, int] = {}
+        self.held_live: dict[BucketKey, int] = {}
+
     def prepare(self, layout: Layout, _message: Message) -> Collection[BucketKey]:
         return layout.bucket_keys()
+
+    def choose_memory(self) -> bool:
+        return True
 
 
 def run_puller(arguments: dict[str, Any]) -> None:
@@ -384,6 +391,8 @@ def measure(run: Run) -> dict[str, float]:
         steps.append(common.timed(lambda row=row: (metrics.step_behind(row), sync.statistics(), sync.states())))
         puller.tell({})
         pulls.append(puller.answer()["took"])
+        if not pulls[-1]:
+            raise SystemExit(f"the puller has not asked for all buckets of version {version}")
     seconds = time.monotonic() - start
     figures["registry_share"] = (sum(process.cpu_times()[:2]) - time_before) / seconds
     figures["status_bytes_s"] = (watcher.bytes - bytes_before) / seconds
