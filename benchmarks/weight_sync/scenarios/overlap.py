@@ -44,7 +44,7 @@ OPTIONS = {
     "megabits": Option(1000.0, "per second, of each link"),
     "width": Option(768, quick=256),
     "blocks": Option(4, "of the model: 9.5 million parameters"),
-    "rows": Option(1024, "of a batch: decides the length of a step"),
+    "rows": Option(704, "of a batch: decides the length of a step"),
 }
 ACTORS = ("actor0", "actor1")
 CONDITIONS = ("none", "blocking", "async")
