@@ -12,7 +12,7 @@ import xxhash
 from tests.deterministic.machine import Machine, Process
 from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
-from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest
+from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS, TransferTarget
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message
@@ -304,6 +304,47 @@ def test_a_snapshot_that_is_gone_is_requested_again_after_a_pause() -> None:
     assert world.server.count("open") == 3
     world.run(0.8)
     assert world.server.count("open") == 4
+
+
+class Refusing(World):
+    """Its engine raises `error` instead of taking a version, if there is one."""
+
+    error: Exception | None = None
+
+    def apply(self, manifest: Manifest) -> dict[str, float]:
+        if self.error is not None:
+            raise self.error
+        return super().apply(manifest)
+
+    def fail(self, version: int, pause_s: float) -> None:
+        """The version comes and is not taken; it is pulled again after this pause, and not before."""
+        pulls = self.server.count("open")
+        self.send_all(version)
+        self.run(pause_s - 0.5)
+        assert self.server.count("open") == pulls
+        self.run(1.2)
+        assert self.server.count("open") == pulls + 1
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("half of it is copied"), WeightsRefused("the engine is asleep")], ids=["half", "refused"]
+)
+def test_version_that_the_engine_does_not_take_is_pulled_less_and_less_often(error: Exception) -> None:
+    world = Refusing()
+    world.error = error
+    world.newest(1, 0)
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        world.fail(0, pause_s)
+    # Something newer is pulled at once, and what is taken at last ends the row of failures.
+    pulls = world.server.count("open")
+    world.newest(2, 1)
+    assert world.server.count("open") == pulls + 1
+    world.error = None
+    world.send_all(1)
+    assert world.applied == [1]
+    world.error = error
+    world.newest(3, 2)
+    world.fail(2, 1.0)
 
 
 def test_damaged_bucket_is_asked_for_alone_and_three_times_ends_the_pull() -> None:

@@ -481,7 +481,7 @@ class Puller:
 
     def _finish_transfer(self, pull: Transfer) -> None:
         self.transfer = None
-        self._gone_in_a_row = self._pauses = 0
+        self._gone_in_a_row = 0
         self._direct_rate = pull.bytes_per_s or self._direct_rate
         if not self._passes("staged", pull.manifest.version):
             self._react()
@@ -524,7 +524,8 @@ class Puller:
             self._poison(manifest.version, repr(error))
             self._pause()
         else:
-            self.poisoned = False
+            # Not as soon as it is staged: all bytes of a version that the engine refuses would come every second.
+            self.poisoned, self._pauses = False, 0
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
             if self._passes("applied", manifest.version):
                 self._tell_serving(self.serving, {**figures, "apply_s": self._runtime.now() - started, **(cost or {})})
