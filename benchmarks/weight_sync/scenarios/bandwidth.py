@@ -78,7 +78,7 @@ class Transport:
         self.receiver = psutil.Process(self.actor.process.pid)
         self.cpu_s: list[float] = []
         self.thread_s: Counter[int] = Counter()
-        """Thread of the actor's process or a shard server's -> its processor time in all turns"""
+        """Thread of the actor's process or a shard server's -> its processor time in all turns behind the warm-up"""
         self.from_commit: list[float] = []
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": []}
 
@@ -88,7 +88,8 @@ class Transport:
         start = self.job.publish_when_free(lambda: None)
         self.job.applied_everywhere(1)
         self.cpu_s.append(sum(self.receiver.cpu_times()[:2]) - before)
-        self.thread_s.update(self.thread_seconds() - threads)
+        if len(self.cpu_s) > WARM_UP:
+            self.thread_s.update(self.thread_seconds() - threads)
         self.from_commit.append(time.perf_counter() - start)
         statistics_now = self.job.sync.statistics()
         for name, values in self.parts.items():
@@ -119,7 +120,7 @@ def socket_figures(sizes: list[tuple[int, ...]], connections: int, repeats: int,
         "transport_gb_per_s": gigabytes / statistics.median(seconds["transport"]),
         "socket_gb_per_s": gigabytes / statistics.median(seconds["bare"]),
         "receiver_cpu_s_per_gb": statistics.mean(transport.cpu_s[WARM_UP:]) / gigabytes,
-        "busiest_thread_s_per_gb": max(transport.thread_s.values()) / gigabytes / (repeats + WARM_UP),
+        "busiest_thread_s_per_gb": max(transport.thread_s.values()) / gigabytes / repeats,
         "commit_to_applied_s": statistics.median(transport.from_commit),
         **{name: statistics.median(values) for name, values in transport.parts.items()},
     }
