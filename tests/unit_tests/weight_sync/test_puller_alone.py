@@ -15,7 +15,7 @@ from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, P
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS, TransferTarget
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
-from torchtitan.weight_sync.wire.runtime import Channel, Message
+from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 
 BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
 LAYOUT = whole_layout(1, BUCKETS)
@@ -418,6 +418,31 @@ def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken(
     world.server.say("bucket", pull=1, rank=0, bucket=1, reference={})
     world.run(0.2)
     assert world.applied == [0] and not world.fetched
+
+
+@pytest.mark.parametrize("name", ["fetch", "apply"])
+def test_thread_that_the_system_refuses_once_is_asked_for_again(name: str) -> None:
+    world = pulling()
+    work, refused = world.puller._runtime.work, list[str]()
+
+    def scarce(thread: str, *arguments: Any) -> None:
+        if thread == name and not refused:
+            refused.append(thread)
+            # It ends the channel: over sockets any exception does, on this machine this one.
+            raise ProtocolError("can't start new thread")
+        work(thread, *arguments)
+
+    world.puller._runtime.work = scarce  # type: ignore[method-assign]
+    if name == "fetch":
+        world.fetched = [world.table()[0]]
+        for _ in range(2):
+            world.server.say("bucket", pull=1, rank=0, bucket=0, reference={})
+            world.run(0.3)
+        world.send(0, 1)
+    else:
+        world.send_all(0)
+    world.run(1.0)
+    assert refused == [name] and world.applied == [0]
 
 
 def test_registry_of_an_earlier_term_is_not_joined() -> None:

@@ -102,6 +102,23 @@ def test_every_thread_begins_as_told() -> None:
     assert sorted(thread_names) == ["checksums", "fetch", "loop"]
 
 
+def test_thread_that_cannot_be_started_is_started_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, results = SocketRuntime(), list[Any]()
+
+    def no_thread_left(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as now:
+        now.setattr(threading.Thread, "start", no_thread_left)
+        with pytest.raises(RuntimeError, match="new thread"):
+            runtime.work("apply", lambda: "never", lambda result, _error: results.append(result))
+    runtime.work("apply", lambda: "done", lambda result, _error: results.append(result))
+    runtime.stop()
+    runtime.run()
+    runtime.finish_work("apply", time.monotonic() + PATIENCE_S)
+    assert results == ["done"]
+
+
 def test_work_that_has_begun_is_waited_for_at_the_end() -> None:
     runtime, started, results = SocketRuntime(), threading.Event(), list[Any]()
 

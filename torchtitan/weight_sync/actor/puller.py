@@ -421,9 +421,6 @@ class Puller:
         function: Callable[[], str], asked: Any, count: int = 0, is_delta: bool = False, thread: str = "fetch",
     ) -> None:  # fmt: skip
         """Have the thread of this name write the bucket, and then count `count` bytes as received."""
-        self.engine.held.pop(key, None)
-        transfer.arriving[key] = None
-        self._writers += 1
 
         def written(found: str, error: BaseException | None) -> None:
             self._writers -= 1
@@ -438,6 +435,10 @@ class Puller:
             self._verify(source, key, found if error is None else repr(error), asked)
 
         self._runtime.work(thread, function, written)
+        # Not before there is a thread that ends this.
+        self.engine.held.pop(key, None)
+        transfer.arriving[key] = None
+        self._writers += 1
 
     def _verify(self, source: ShardServerConnection, key: BucketKey, found: str, asked: Any) -> None:
         pull, (rank, bucket) = self.transfer, key
@@ -501,9 +502,11 @@ class Puller:
     def _apply_staged(self) -> None:
         if self._staged is None or self._applying or self._is_pinned() or self._closed:
             return
-        (manifest, figures), self._staged, self._applying = self._staged, None, True
+        manifest, figures = self._staged
         work = partial(self._apply, manifest)
         self._runtime.work("apply", work, partial(self._applied, manifest, figures, self._runtime.now()))
+        # Not before there is a thread that ends this.
+        self._staged, self._applying = None, True
 
     def _apply(self, manifest: Manifest) -> Mapping[str, float]:
         hook.at("apply", version=manifest.version, actor=self.name)

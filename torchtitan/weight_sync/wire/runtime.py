@@ -226,7 +226,8 @@ class Runtime(Protocol):
         """Run `callback` after `seconds`."""
 
     def work(self, name: str, function: Callable[[], Any], done: OnDone) -> None:
-        """Run `function` on the thread of this name, kept for such work, then `done` as a callback, in any order."""
+        """Run `function` on the thread of this name, kept for such work, then `done` as a callback, in any order.
+        Raises RuntimeError if the system has no thread left: neither is called then."""
 
     def dial(
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]

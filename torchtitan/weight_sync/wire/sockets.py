@@ -384,8 +384,10 @@ class SocketRuntime:
     def work(self, name: str, function: Callable[[], Any], done: OnDone) -> None:
         if name not in self._threads:
             waiting: Work = queue.SimpleQueue()
-            self._threads[name] = threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True), waiting
-            self._threads[name][0].start()
+            thread = threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True)
+            # Before it is known: where the system has no thread left now, the next call tries again.
+            thread.start()
+            self._threads[name] = thread, waiting
         self._threads[name][1].put((function, done))
 
     def end_work(self, name: str) -> None:
