@@ -85,6 +85,37 @@ def test_engine_computes_with_what_was_received_bit_by_bit_as_with_a_copy(
     assert block.mlp.fused is None or not block.mlp.fused.weight[-4:].any()
 
 
+def test_copy_that_outlasts_its_call_is_not_taken_for_the_version(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The next version comes into the memory that is still copied from."""
+    engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
+    weights = other_weights(engine.policy)
+    staging = Staging(layout_of(weights))
+    tensors = staging.tensors.offered()
+
+    def receive_all(value: float) -> None:
+        for key in staging.layout.bucket_keys():
+            for piece in staging.host_pieces(key):
+                piece[:] = torch.full((len(piece) // 4,), value).numpy().tobytes()
+
+    receive_all(0.5)
+    engine.apply_weights("e", 1, tensors)
+    assert not engine.poisoned
+    copied = list[None]()
+
+    def progress() -> None:
+        copied.append(None)
+        if len(copied) == 2:
+            tensors.withdraw()
+            receive_all(0.25)
+
+    engine.weights._progress = progress
+    with pytest.raises(WeightsRefused, match="too late"):
+        engine.apply_weights("e", 2, tensors)
+    # One parameter is of this version, and the others are of the next.
+    assert len({float(tensor.flatten()[0]) for tensor in engine.weights.live.values()}) == 2
+    assert engine.poisoned and engine.version == 1
+
+
 def test_asleep_neither_set_has_memory_and_a_version_of_an_older_one_is_refused(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:

@@ -110,12 +110,17 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         """Call the function by which the engine computes with this set from now on. Raises WeightsRefused if it is too
         late, and another version may be received into the set."""
         with self._exchanging:
-            if self._withdrawn:
-                raise WeightsRefused("it comes too late: its memory takes another version")
+            self.check_offered()
             function()
 
+    def check_offered(self) -> None:
+        """Raise WeightsRefused if the call is over that they were offered for: what has been copied since may be of
+        another version."""
+        if self._withdrawn:
+            raise WeightsRefused("it comes too late: its memory takes another version")
+
     def withdraw(self) -> None:
-        """Have exchange() do nothing any more."""
+        """The call is over: exchange() does nothing any more."""
         with self._exchanging:
             self._withdrawn = True
 

@@ -66,10 +66,10 @@ class EngineWeights:
         raises AdapterNotApplied where the weights are something else afterwards than base + adapters.
         """
         if is_adapter_version(tensors):
-            return functools.partial(self._merge, self._check_adapters(tensors))
+            return functools.partial(self._copy, tensors, functools.partial(self._merge, self._check_adapters(tensors)))
         self._check_whole(tensors)
         if not isinstance(tensors, StagedTensors) or tensors.received_in is None:
-            return functools.partial(self._replace, tensors)
+            return functools.partial(self._copy, tensors, functools.partial(self._replace, tensors))
         if not self.sets.is_idle(tensors.received_in):
             raise WeightsRefused("it was received into memory that this engine has given up since")
         return functools.partial(self._exchange, tensors)
@@ -82,6 +82,12 @@ class EngineWeights:
     def take(self) -> None:
         """Where they were dropped: memory as large as before, with anything in it."""
         self.sets.take()
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor], change: Callable[[], None]) -> None:
+        change()
+        if isinstance(tensors, StagedTensors):
+            # Whoever brought them may have given up meanwhile, and then the next version comes into their memory.
+            tensors.check_offered()
 
     # A whole version
 
