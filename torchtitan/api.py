@@ -34,12 +34,12 @@ from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.run_folders import FROM_PYTHON
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import Run, run_job
 from torchtitan.preflight.validate import Config, draft_of, ready
 from torchtitan.utils.ranks import world_size
 
-FOLDER = "from_python"
 HEAD = "from __future__ import annotations\n"
 
 
@@ -111,6 +111,8 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
         for used in _used_names(source, user):
             if used in namespace and used != name:
                 _collect(used, namespace[used], user, parts)
+                for module in _submodules(source, used, namespace[used]):
+                    parts[module] = f"__import__({module!r})"
         del parts[name]
         parts[name] = source if value.__name__ == name else f"{source}\n{name} = {value.__name__}"
     elif isinstance(value, re.Pattern):
@@ -158,6 +160,19 @@ def _used_names(source: str, user: str) -> list[str]:
         raise UserError(f"{user}: its source cannot stand alone ({error.msg}); write it at the top level") from error
 
 
+def _submodules(source: str, name: str, package: Any) -> Iterator[str]:
+    """Yield the modules inside of a package that a definition reaches by attributes of `name`, such as
+    xml.etree.ElementTree of xml: importing the package alone does not load them."""
+    for node in ast.walk(ast.parse(source)):
+        attributes: list[str] = []
+        while isinstance(node, ast.Attribute):
+            attributes.insert(0, node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id == name and isinstance(package, ModuleType):
+            paths = (".".join([package.__name__, *attributes[:end]]) for end in range(1, len(attributes) + 1))
+            yield from (path for path in paths if path in sys.modules)
+
+
 def _is_constant(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
@@ -180,6 +195,7 @@ def _write(folder: Path, stem: str, text: str, suffix: str) -> Path:
 
 
 Rows = Iterable[Mapping[str, Any]]
+Dataset = str | os.PathLike[str] | Rows | Callable[[], Rows]
 Reward = str | Callable[..., Any]
 
 
@@ -191,11 +207,11 @@ class Source:
     """
 
     name: str
-    dataset: str | Rows | Callable[[], Rows] | None = None
+    dataset: Dataset | None = None
     rewards: Reward | Iterable[Reward] | None = None
     environment: str | type | Mapping[str, Any] | None = None
     """Also keys of [environment], such as {"factory": Game, "max_turns": 6}"""
-    tools: Iterable[str | Callable[..., Any]] | None = None
+    tools: Reward | Iterable[Reward] | None = None
     group_filter: str | Callable[..., Any] | None = None
     weight: float | None = None
     epochs: float | None = None
@@ -210,16 +226,16 @@ class Source:
         if environment is not None and not isinstance(environment, Mapping):
             keys["factory"] = environment
         if self.tools is not None:
-            keys["tools"] = list(self.tools)
+            keys["tools"] = self.tools
         if "factory" in keys:
             (keys["factory"],) = names_of([keys["factory"]], folder, "environment", type)
         if "tools" in keys:
-            keys["tools"] = names_of(keys["tools"], folder, "tool")
+            keys["tools"] = names_of(_several(keys["tools"], "tools"), folder, "tool")
         table: dict[str, Any] = {"name": self.name, "required": self.required}
         if self.dataset is not None:
             table["rollout.dataset"] = _dataset_name(self.dataset, folder)
         if self.rewards is not None:
-            table["rewards.functions"] = names_of(_several(self.rewards), folder, "reward function")
+            table["rewards.functions"] = names_of(_several(self.rewards, "rewards"), folder, "reward function")
         if keys:
             table["environment"] = keys
         if self.group_filter is not None:
@@ -231,13 +247,31 @@ class Source:
         return table | dict(self.values or {})
 
 
-def _several(rewards: Reward | Iterable[Reward]) -> Iterable[Reward]:
-    return [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+def _several(given: Any, argument: str) -> Iterable[Any]:
+    """Return functions or names one by one, also where there is only one. Raises UserError for anything else."""
+    if isinstance(given, str) or callable(given):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise UserError(f"{argument}: must be a name, a function, or a list of these, found {type(given).__name__}")
+    return given
 
 
-def _dataset_name(dataset: str | Rows | Callable[[], Rows], folder: Path) -> str:
-    rows = dataset() if callable(dataset) else dataset
-    return rows if isinstance(rows, str) else write_rows(rows, folder)
+def _tasks(sources: Any) -> list[Source]:
+    """Return the sources, also where there is only one. Raises UserError for anything else."""
+    tasks = list(sources) if isinstance(sources, Iterable) else [sources]
+    for task in tasks:
+        if not isinstance(task, Source):
+            raise UserError(f"sources: must be a list of Source, found {type(task).__name__}")
+    return tasks
+
+
+def _dataset_name(dataset: Dataset, folder: Path) -> str:
+    rows: Any = dataset() if callable(dataset) else dataset
+    if isinstance(rows, (str, os.PathLike)):
+        return os.fspath(rows)
+    if not isinstance(rows, Iterable):
+        raise UserError(f"dataset: must be a name, rows, or a function that returns them, found {type(rows).__name__}")
+    return write_rows(rows, folder)
 
 
 def train(
@@ -246,15 +280,15 @@ def train(
     *,
     model: str | os.PathLike[str] | None = None,
     rewards: Reward | Iterable[Reward] | None = None,
-    dataset: str | Rows | Callable[[], Rows] | None = None,
+    dataset: Dataset | None = None,
     environment: str | type | None = None,
-    tools: Iterable[str | Callable[..., Any]] | None = None,
+    tools: Reward | Iterable[Reward] | None = None,
     loss: str | Callable[..., Any] | None = None,
     advantage: str | Callable[..., Any] | None = None,
     correction: str | Callable[..., Any] | None = None,
     group_filter: str | Callable[..., Any] | None = None,
     sampler: str | Callable[..., Any] | None = None,
-    sources: Iterable[Source] | None = None,
+    sources: Source | Iterable[Source] | None = None,
     **tables: Mapping[str, Any],
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal. Call it in the main thread.
@@ -269,9 +303,9 @@ def train(
         overrides: values by `table.key`, such as {"training.steps": 3}, and tables, such as {"training": {"steps": 3}}.
         model: for model.hf_assets_path: a Hugging Face checkpoint directory, or the folder of a run.
         rewards: for rewards.functions: names, or functions in TRL's call convention, run by worker processes.
-        dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
+        dataset: for rollout.dataset: its name or path, rows (dicts of columns), or a function that returns them.
         environment: for environment.factory: its name, or the class, which worker processes instantiate.
-        tools: for environment.tools: names, or functions, run by worker processes.
+        tools: for environment.tools: names or functions, or one of them, run by worker processes.
         loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
             .group_filter: a name, or a function, run by this process (docs/adding_an_objective.md).
         sampler: for rollout.sampler: a name, or a function (docs/sources.md).
@@ -293,19 +327,19 @@ def train(
             f"model: a {type(model).__name__} in memory cannot be trained, because engines and checkpoints read files: "
             "save it and its tokenizer with save_pretrained(FOLDER), and give the folder"
         )
-    _refuse_wrong_kinds(config, overrides, rewards, dataset)
+    _refuse_wrong_kinds(config, overrides)
     is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
     draft = draft_of({} if is_model else config, {**(overrides or {}), **tables})
     if model is not None or is_model:
         draft.set("model.hf_assets_path", str(config if model is None else model), "model")
-    folder = Path(draft.value("job.dump_folder")).resolve() / FOLDER
+    folder = Path(draft.value("job.dump_folder")).resolve() / FROM_PYTHON
     if rewards is not None:
-        draft.set("rewards.functions", names_of(_several(rewards), folder, "reward function"), "rewards")
+        draft.set("rewards.functions", names_of(_several(rewards, "rewards"), folder, "reward function"), "rewards")
     if environment is not None:
         (name,) = names_of([environment], folder, "environment", type)
         draft.set("environment.factory", name, "environment")
     if tools is not None:
-        draft.set("environment.tools", names_of(tools, folder, "tool"), "tools")
+        draft.set("environment.tools", names_of(_several(tools, "tools"), folder, "tool"), "tools")
     functions = {
         "grpo.loss_type": loss,
         "grpo.advantage": advantage,
@@ -321,8 +355,8 @@ def train(
     if dataset is not None:
         draft.set("rollout.dataset", _dataset_name(dataset, folder), "dataset")
     if sources is not None:
-        draft.set_sources([source.table(folder) for source in sources], "sources")
-    with _as_found(folder):
+        draft.set_sources([source.table(folder) for source in _tasks(sources)], "sources")
+    with _as_found():
         run = run_job(ready(draft))
     if run.exit_code:
         interrupted = run.exit_code == 128 + signal.SIGINT
@@ -333,27 +367,23 @@ def train(
     return run
 
 
-def _refuse_wrong_kinds(config: Any, overrides: Any, rewards: Any, dataset: Any) -> None:
+def _refuse_wrong_kinds(config: Any, overrides: Any) -> None:
     """Raise UserError for an argument of train() that is of none of its types."""
-    functions: tuple[Any, ...] = (str, Callable, Iterable)
     for name, value, kinds, meaning in (
         ("config", config, (str, os.PathLike, Mapping, JobConfig), "a TOML file, a dict of tables or a JobConfig"),
         ("overrides", overrides, (Mapping,), 'a dict, such as {"training.steps": 3}'),
-        ("rewards", rewards, functions, "a name, a function, or a list of these"),
-        ("dataset", dataset, functions, "a name, rows, or a function that returns them"),
     ):
         if value is not None and not isinstance(value, kinds):
             raise UserError(f"{name}: must be {meaning}, found {type(value).__name__}")
 
 
 @contextlib.contextmanager
-def _as_found(folder: Path) -> Iterator[None]:
-    """Restore the environment, the log handlers and the import path (to which `folder` is added) afterwards."""
+def _as_found() -> Iterator[None]:
+    """Restore the environment, the log handlers and the import path afterwards."""
     environment, path, logger = dict(os.environ), list(sys.path), logging.getLogger()
     handlers, level = logger.handlers, logger.level
     logger.handlers = []
-    sys.path.append(str(folder))
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # modules have just been written
     try:
         yield
     finally:

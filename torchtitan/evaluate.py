@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.api import FOLDER
 from torchtitan.config.engines import engine_names
 from torchtitan.config.evaluations import EVAL_KEYS, eval_configs
 from torchtitan.config.job_config import Eval, JobConfig
@@ -136,7 +135,12 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
     is_student = tables.get("job", {}).get("stage") == "distill"
     values |= WITHOUT_TEACHER if is_student else {}
     words = [word for key, value in values.items() for word in (f"--{key}", value)]
-    draft, _ = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
+    draft, is_dry = read_command_line(["--job.config_file", evaluated.config_file, *words, *options])
+    if is_dry:
+        raise UserError(
+            "--dry-run: an evaluation has no plan of its own; that of its configuration is printed by "
+            f"python -m torchtitan.preflight --dry-run --job.config_file {evaluated.config_file}"
+        )
     if is_student:
         draft.sources = [_without(source, _is_of_teacher) for source in draft.sources]
     folder = Path(draft.value("job.dump_folder"))
@@ -151,7 +155,6 @@ def configure(evaluated: Evaluated, options: Sequence[str], sets: Sequence[str] 
         return key.removeprefix("eval.") in given
 
     draft.values["eval.set"] = [_without(table, is_given) for table in draft.values.get("eval.set", [])]
-    sys.path.append(str(folder.resolve() / FOLDER))  # functions of a run from Python
     config = ready(draft)
     known = [name for name, _ in eval_configs(config) if name]
     if unknown := [name for name in sets if name not in known]:

@@ -35,7 +35,7 @@ def test_a_source_from_python_is_a_table_of_the_configuration(tmp_path: Path) ->
         Source("own", dataset=rows, rewards=[short, "exact_match"], weight=2, values={"rewards.weights": [1.0, 0.5]}),
         Source("made", dataset=lambda: rows, rewards=short),
         Source("game", dataset="guess", environment=Guess, rewards=[], required=False),
-        Source("tool", environment={"max_turns": 3}, tools=[add], rewards="arithmetic", weight=0.5),
+        Source("tool", environment={"max_turns": 3}, tools=add, rewards="arithmetic", weight=0.5),
     ]
     draft = draft_of(MODEL, {"eval.num_prompts": 0})
     draft.set_sources([source.table(tmp_path) for source in sources], "sources")
@@ -93,6 +93,11 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
         ({"overrides": ["training.steps"]}, "overrides: must be a dict, .* found list"),
         ({"rewards": 1.0}, "rewards: must be a name, a function, or a list of these, found float"),
         ({"dataset": 3}, "dataset: must be a name, rows, or a function that returns them, found int"),
+        ({"dataset": lambda: None}, "dataset: must be a name, rows, or a function .*, found NoneType"),
+        ({"tools": 3}, "tools: must be a name, a function, or a list of these, found int"),
+        ({"sources": {"name": "sums"}}, "sources: must be a list of Source, found str"),
+        ({"sources": 3}, "sources: must be a list of Source, found int"),
+        ({"sources": Source("sums", rewards=3)}, "rewards: must be a name, a function, or a list of these, found int"),
     ],
 )
 def test_an_argument_of_no_possible_type_is_named(arguments: dict[str, Any], said: str) -> None:

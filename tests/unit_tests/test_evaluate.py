@@ -91,6 +91,8 @@ def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.Captu
         with pytest.raises(UserError, match=r"went back to an earlier step: .* as step-10, and name .* --config"):
             evaluate.find(str(aside))
         aside.rename(run / "checkpoint" / "step-10")
+    assert evaluate.main([str(run), "--dry-run"]) == 2
+    assert "--dry-run: an evaluation has no plan of its own" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main(["--samples", "3"])
     assert "name a run folder" in capsys.readouterr().err

@@ -13,6 +13,8 @@ from torchtitan.utils.child_process import LAUNCH_VARIABLE
 LATEST = "latest"
 # The folder of a run that has its checkpoints.
 CHECKPOINTS = "checkpoint"
+# The folder in job.dump_folder that has the functions and rows of runs from Python.
+FROM_PYTHON = "from_python"
 NEWEST = -1
 _CHECKPOINT = re.compile(r"step-(\d+)")
 

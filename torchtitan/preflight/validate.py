@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torchtitan.config.optimizer_step import group_size
 from torchtitan.config.reading import OVERRIDES, Draft, Problem, read_command_line
 from torchtitan.config.reward_names import learns_from_rewards
 from torchtitan.config.rollout_tables import Sandbox
-from torchtitan.config.run_folders import CHECKPOINTS, resumed_folder
+from torchtitan.config.run_folders import CHECKPOINTS, FROM_PYTHON, resumed_folder
 from torchtitan.config.slurm import expand_servers
 from torchtitan.config.source_configs import source_configs
 from torchtitan.config.values import read_toml, show
@@ -53,6 +52,7 @@ from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation
+from torchtitan.utils.definitions import is_installed
 from torchtitan.utils.ranks import local_rank, world_size
 
 Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
@@ -83,7 +83,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 
 
 def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
-    """Return the draft of a configuration given from Python; `overrides` maps `table.key` to values."""
+    """Return the draft of a configuration given from Python; `overrides` has tables, or values by `table.key`."""
     draft = Draft()
     if isinstance(config, JobConfig):
         # Not asdict: an attribute that is not a key is a typo, and must be refused like any other.
@@ -93,8 +93,7 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
         draft.add(config, "config")
     else:
         draft.add_file(fspath(config))
-    for name, value in overrides.items():
-        draft.set(name, value, OVERRIDES)
+    draft.add(overrides, OVERRIDES)
     return draft
 
 
@@ -111,6 +110,10 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
         ConfigError: with all problems together.
     """
     config, problems = draft.build()
+    # An evaluation or a resumed run finds the functions of a run from Python where that has written them.
+    own_code = Path(config.job.dump_folder).absolute() / FROM_PYTHON
+    if own_code.is_dir() and str(own_code) not in sys.path:
+        sys.path.append(str(own_code))
     config.inference.servers = expand_servers(config.inference.servers)
     hub = HubFolders(config)
     # A plan takes the shape from the flavor, without a network.
@@ -238,7 +241,7 @@ def _check_batch(check: Check) -> None:
 
 def _check_optimizer(check: Check) -> None:
     name = check.config.optimizer.name
-    missing = name == "AdamW8bit" and find_spec("bitsandbytes") is None and not check.planning
+    missing = name == "AdamW8bit" and not is_installed("bitsandbytes") and not check.planning
     text = "needs the package bitsandbytes: EXTRAS=bitsandbytes in front of ./run_grpo.sh installs it"
     check.refuse("optimizer.name", missing, text)
 
@@ -362,11 +365,11 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
         if not path.is_file():
             found = [other.name for other in path.parent.glob("*") if other.name.endswith(FILE_ENDINGS)]
             check.refuse(key, True, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
-        elif path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        elif path.suffix == ".parquet" and not is_installed("pyarrow"):
             check.refuse(key, True, "a .parquet file needs pyarrow: EXTRAS=data in front of ./run_grpo.sh installs it")
     elif "/" not in name or path.exists() or name.startswith((".", "/", "~")):
         check.refuse(key, True, f"{what} such as openai/gsm8k{nearest(name, BUILT_IN)}")
-    elif find_spec("datasets") is None and not check.planning:
+    elif not is_installed("datasets") and not check.planning:
         text = f"{what}, which needs the package datasets: EXTRAS=data in front of ./run_grpo.sh installs it"
         text += nearest(name, BUILT_IN)
         check.refuse(key, True, text)
@@ -508,6 +511,6 @@ def _check_files(check: Check) -> None:
             found = sorted(str(run) for run in runs if any((run / CHECKPOINTS).glob("step-*")))
             others = f"; runs with checkpoints: {', '.join(found[-5:]) or 'none in job.dump_folder'}"
             refuse("checkpoint.resume", True, what + others)
-    no_wandb = "wandb" in config.metrics.loggers and find_spec("wandb") is None
+    no_wandb = "wandb" in config.metrics.loggers and not is_installed("wandb")
     text = "needs the package wandb: EXTRAS=wandb in front of ./run_grpo.sh installs it"
     refuse("metrics.loggers", no_wandb, text)

@@ -97,6 +97,13 @@ def find_module(name: str) -> ModuleSpec | None:
     return spec
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported. A folder without modules, such as the one that wandb writes to the working
+    folder, has its name and is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that a module's statements bind, also inside `if`, `try` and `with`; `*` for a star import."""
     for node in body:

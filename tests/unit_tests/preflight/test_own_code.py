@@ -20,7 +20,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import Draft, Problem
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import Run
-from torchtitan.preflight.validate import draft_of
+from torchtitan.preflight.validate import draft_of, load_config
 from torchtitan.rollout.data.prompts import load_rows
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.builtin_rewards import arithmetic
@@ -28,6 +28,7 @@ from torchtitan.rollout.rewards.builtin_rewards import arithmetic
 CELL = """
 import math as m
 import re
+import xml.dom.minidom
 from collections import Counter
 from torchtitan.rollout.rewards.builtin_rewards import texts
 
@@ -51,6 +52,10 @@ def mine(completions, **kwargs) -> "list[float]":
     TABLE = 0  # a name of its own
     found = [even(len(PATTERN.findall(text))) + Counter(text)["x"] + TABLE for text in texts(completions)]
     return [WEIGHTS["a"][1] + m.floor(1.5) + number for number in found]
+
+def in_tags(completions, **kwargs):
+    documents = [xml.dom.minidom.parseString(text) for text in completions]
+    return [len(document.getElementsByTagName("answer")) for document in documents]
 
 def opens(completions: TABLE, **kwargs):
     return [len(TABLE.read())]
@@ -89,6 +94,30 @@ def test_a_cells_function_is_written_with_all_that_it_uses(cell: dict[str, Any],
     )  # fmt: skip
     assert done.stdout.strip() == str(cell["mine"](completions=["1 2", "1x"])) == "[4.5, 4.5]"
     assert names_of([cell["mine"]], tmp_path / "new", "reward function") == [name]
+
+
+def test_modules_inside_of_a_package_come_along(cell: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = names_of([cell["in_tags"]], tmp_path, "reward function")
+    module, _, function = name.partition(":")
+    code = f"import {module}; print({module}.{function}(completions=['<x><answer/><answer/></x>']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == "[2]\n", done.stderr
+
+
+def test_a_command_line_finds_what_a_run_from_python_has_written(
+    cell: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name,) = names_of([cell["mine"]], tmp_path / "out" / "from_python", "reward function")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ["--job.config_file", "debug_cpu", "--rewards.functions", name]
+    with pytest.raises(ConfigError, match="is not on the Python path"):
+        load_config([*words, "--job.dump_folder", str(tmp_path / "another")])
+    assert load_config([*words, "--job.dump_folder", str(tmp_path / "out")]).rewards.functions == [name]
+    assert load_reward(name)(completions=["1 2"]) == [4.5]
 
 
 def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +212,8 @@ def slip(config: JobConfig) -> JobConfig:
         (lambda: slip(JobConfig()), {}, ["unknown key training.stepz", "grpo.group_size = 1 is not allowed"]),
         (lambda: replace(JobConfig(), training={"stepz": 1}, eval=3), {}, ["key training.stepz", "eval = 3 must be"]),
         (lambda: "debug_cpu", {"training.steps": 0}, ["overrides: training.steps = 0 is not allowed"]),
+        (lambda: "debug_cpu", {"source": [{"name": "a", "weigth": 2}]}, ['[[source]] "a": unknown key weigth = 2']),
+        (lambda: "debug_cpu", {"steps": 3}, ["overrides: steps = 3 stands outside a table (nearest: training.steps)"]),
     ],
 )
 def test_mistakes_of_python_callers_come_together(
@@ -265,7 +296,7 @@ def test_tables_as_arguments_of_train_are_nested_overrides_and_the_configuration
     (config,) = started
     assert config.weight_sync.transport == "disk" and config.weight_sync.table.delta
     assert config.inference.num_actors == 1 and len(builds) == 1
-    with pytest.raises(ConfigError, match="unknown key inferense"):
+    with pytest.raises(ConfigError, match=r"unknown table \[inferense\]"):
         train(tmp_path / "model", small, inferense={"num_actors": 1})
     with pytest.raises(ConfigError, match=r"inference\.vllm\.memory_gb = 2 has no effect"):
         train(tmp_path / "model", small, inference={"vllm": {"memory_gb": 2}})
