@@ -180,8 +180,9 @@ def without_none(kind: Any) -> Any:
 def read_toml(file: str) -> tuple[dict[str, Any], str]:
     """The tables of a file, or none and what is wrong with the file."""
     path = Path(os.path.expanduser(file))
+    may_be_shipped = str(path.parent) in (".", "train_configs")
     try:
-        if str(path.parent) in (".", "train_configs") and not path.exists():
+        if may_be_shipped and not path.exists():
             # One of those that come with the package, by its name.
             shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
             path = shipped if shipped.is_file() else path
@@ -189,8 +190,8 @@ def read_toml(file: str) -> tuple[dict[str, Any], str]:
         return tomli.loads(path.read_text(encoding="utf-8-sig")), ""
     except FileNotFoundError:
         text = f"does not exist (looked in {path.parent.absolute()})"
-        if path.parent.is_dir():
-            text += nearest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        folders = [path.parent, *([SHIPPED] if may_be_shipped else [])]
+        text += nearest(path.name, [other.name for folder in folders for other in folder.glob("*.toml")])
     except OSError as error:
         text = f"cannot be read: {error.strerror}"
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:

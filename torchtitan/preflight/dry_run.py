@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torchtitan.config.evaluations import task_configs
 from torchtitan.config.job_config import JobConfig, config_to_toml, value_at
 from torchtitan.config.kinds import chooser_of
+from torchtitan.config.objectives import OBJECTIVES, describe
 from torchtitan.config.reading import PLACE, Draft
 from torchtitan.config.teachers import held_references
 from torchtitan.config.values import show
@@ -85,6 +86,27 @@ def _without_reference(config: JobConfig) -> str:
     return "the teacher is another model" if config.job.stage == "distill" else "grpo.kl_coefficient is 0"
 
 
+def _without_clipping(config: JobConfig) -> str:
+    name = config.grpo.loss_type
+    # A function of the user's own may clip.
+    return f"loss_type {name} does not clip" if name in OBJECTIVES and OBJECTIVES[name].clip is None else ""
+
+
+def _without_lower_clip(config: JobConfig) -> str:
+    is_cap = describe(config.grpo.loss_type).caps_weight
+    return f"loss_type {config.grpo.loss_type} caps the weight by epsilon_high alone" if is_cap else ""
+
+
+def _without_delta(config: JobConfig) -> str:
+    name = config.grpo.loss_type
+    bounds_otherwise = name in OBJECTIVES and OBJECTIVES[name].bounded_by != "delta"
+    return f"loss_type {name} does not use it" if bounds_otherwise else ""
+
+
+def _without_held_out_share(config: JobConfig) -> str:
+    return "eval.dataset has the held-out prompts" if config.eval.dataset else ""
+
+
 SWITCHES = frozenset(
     {
         "eval.num_prompts", "lora.rank", "checkpoint.enable",
@@ -103,5 +125,10 @@ FEATURES: tuple[tuple[tuple[str, ...], Callable[[JobConfig], str]], ...] = (
     (("checkpoint.interval", "checkpoint.async_mode", "checkpoint.keep_latest_k"), _unless("checkpoint.enable", True)),
     (("grpo.icepop_band",), _unless("grpo.off_policy_correction", "icepop")),
     (("grpo.reference_ema_decay",), _without_reference),
+    (("grpo.epsilon_low", "grpo.epsilon_high"), _without_clipping),
+    (("grpo.epsilon_low",), _without_lower_clip),
+    (("grpo.delta",), _without_delta),
+    (("lr_scheduler.min_lr_factor",), _unless("lr_scheduler.decay_type", "linear", "cosine")),
+    (("rollout.held_out_fraction",), _without_held_out_share),
 )
 """Beginnings of keys, and a function that says why the feature behind them is not in use, or nothing"""

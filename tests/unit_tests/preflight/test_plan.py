@@ -62,6 +62,28 @@ def test_dry_run_names_keys_whose_feature_is_not_in_use(
 
 
 @pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        ("--grpo.loss_type reinforce --grpo.epsilon_high 0.3", ["epsilon_high = 0.3: loss_type reinforce does not"]),
+        ("--grpo.loss_type cispo --grpo.epsilon_low 0.1 --grpo.epsilon_high 4", ["epsilon_low = 0.1: loss_type cispo"]),
+        ("--grpo.loss_type sapo --grpo.delta 2", ["grpo.delta = 2: loss_type sapo does not use it"]),
+        ("--grpo.epsilon_low 0.1 --grpo.epsilon_high 0.3 --grpo.delta 2", []),
+        ("--lr_scheduler.min_lr_factor 0.1", ['min_lr_factor = 0.1: lr_scheduler.decay_type is "constant"']),
+        ("--lr_scheduler.min_lr_factor 0.1 --lr_scheduler.decay_type cosine", []),
+        ("--rollout.held_out_fraction 0.2 --eval.dataset guess", ["held_out_fraction = 0.2: eval.dataset has"]),
+        ("--rollout.held_out_fraction 0.2", []),
+    ],
+)
+def test_dry_run_names_keys_that_the_value_of_another_makes_useless(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str], words: str, reasons: list[str]
+) -> None:
+    assert main([*write_config(), "--dry-run", *words.split()]) == 0
+    _, _, notes = capsys.readouterr().out.partition("# Set, but without effect in this run:\n")
+    lines = notes.partition("\n\n")[0].splitlines()
+    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines, strict=True))
+
+
+@pytest.mark.parametrize(
     "more",
     [
         "[job]\nstage = 'distill'\n[distill]\nhint = 'success'\ndivergence = 'jsd'\n",

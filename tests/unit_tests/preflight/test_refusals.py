@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchtitan.preflight.validate import load_config
 # Words of the command line | what the message must contain.
 ON_THE_COMMAND_LINE = """
 --job.config_file jb.toml | "jb.toml" does not exist | nearest: job.toml
+--job.config_file debug_cpy | "debug_cpy" does not exist | nearest: debug_cpu.toml
 --job.config_file checkpoint | checkpoint | cannot be read
 --grpo.group_sise 4 | --grpo.group_sise | nearest: grpo.group_size
 --grpo.no_async_weight_update x | 'x' does not belong to any | takes no value
@@ -443,7 +445,7 @@ def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: 
 def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: name)
+    monkeypatch.setattr("torchtitan.preflight.validate.is_installed", lambda name: True)
     arguments = [*write_config(), "--rollout.dataset", "openai/gsm8k:main", "--eval.dataset", "openai/gsm8k:main"]
     load_config(arguments)
     with pytest.raises(ConfigError, match="must not be the prompts of training"):
@@ -451,9 +453,13 @@ def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
 
 
 def test_packages_that_are_missing_are_named(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: None)
+    # Neither is installed. A run with wandb leaves a folder of that name where it was started, which imports as well.
+    arguments = write_config()
+    for name in ("datasets", "wandb"):
+        Path(name).mkdir()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: PathFinder.find_spec(name, [str(Path.cwd())]))
     with pytest.raises(ConfigError) as caught:
-        load_config([*write_config(), "--rollout.dataset", "openai/gsm8k", "--metrics.loggers", "wandb"])
+        load_config([*arguments, "--rollout.dataset", "openai/gsm8k", "--metrics.loggers", "wandb"])
     extras = [re.findall(r"EXTRAS=(\w+)", problem) for problem in caught.value.problems]
     assert extras == [["data"], ["wandb"]]
 
