@@ -63,8 +63,11 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
 
 
 def blank_figure(width: float, height: float) -> Figure:
-    """Return a figure that needs no display; width and height are in inches."""
-    from matplotlib.figure import Figure
+    """Return a figure that needs no display; width and height are in inches. Raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"figures need matplotlib ({error}): python -m pip install matplotlib") from error
 
     return Figure(figsize=(width, height), layout="constrained")
 

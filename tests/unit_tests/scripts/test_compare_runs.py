@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -9,11 +10,19 @@ import pytest
 
 from scripts.compare_runs import main
 from tests.unit_tests.report.test_report import write_run
+from torchtitan.utils.definitions import is_installed
 
-pytest.importorskip("matplotlib", reason="a figure is drawn by matplotlib, of the extra `test`")
+
+def test_what_draws_figures_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(tmp_path), "--output", str(tmp_path / "figure.svg")]) == 1
+    assert "python -m pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_installed("matplotlib"), reason="a figure is drawn by matplotlib, of the extra `test`")
 def test_a_figure_names_its_runs_and_a_mistake_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
