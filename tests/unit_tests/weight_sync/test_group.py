@@ -284,6 +284,23 @@ def test_actor_waits_for_workers_that_take_longer_than_a_registry_may_be_away() 
     group.close()
 
 
+def test_worker_that_does_not_come_back_ends_the_connection_with_the_reason() -> None:
+    _job, group = serving()
+    first, second = group.workers
+    second.process.kill()
+    group.run(GIVE_UP_SECONDS)
+    second.start()
+    group.run(5.0)
+    assert group.leader.registry.connected and not group.leader.registry.failure
+    # It has as much time once more, and as long as it may apply.
+    first.process.kill()
+    group.run(GIVE_UP_SECONDS + 1.0)
+    assert not group.leader.registry.failure
+    group.run(2.0)
+    assert group.leader.registry.failure == "worker 0 has not come back for 62 s"
+    group.close()
+
+
 def test_what_is_found_of_the_version_before_is_no_answer_to_an_order() -> None:
     """A worker's check of what it served may end when it has been told to apply the next version."""
     job, group = serving()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.actor.puller import Puller, Served
+from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS, Puller, Served
 from torchtitan.weight_sync.actor.shard_connection import ShardServerConnection
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.slots import anonymous_file, file_reference
@@ -118,6 +118,8 @@ class Leader(Puller):
         """Receives the outcome of the last order to apply; None once it is known"""
         self._ordered: Served | None = None
         """What all workers serve once they have done what was ordered last"""
+        self._lacking_since: float | None = None
+        """Since when a worker is away that was there"""
 
     def start(self, listener: Any = None) -> None:
         """Begin to look for the registry, and to accept workers at this listener."""
@@ -153,7 +155,20 @@ class Leader(Puller):
         for number, worker in list(self._workers.items()):
             if self._runtime.now() - worker.heard_at > SILENCE_SECONDS:
                 worker.channel.close(f"worker {number} said nothing for {SILENCE_SECONDS:g} s")
+        self._check_lacking()
         return super()._tick()
+
+    def _check_lacking(self) -> None:
+        """Give up if a worker that was there stays away: its puller may have failed for good, and says so only in the
+        log of its process. Whoever connects this actor anew makes new workers. One that applies comes back later."""
+        if self._complete():
+            self._lacking_since = None
+        since, allowed_s = self._lacking_since, self._apply_timeout_s + GIVE_UP_SECONDS
+        if since is not None and self._runtime.now() - since > allowed_s and not self.registry.failure:
+            there = {number for number, worker in self._workers.items() if worker.known}
+            lacking = ", ".join(map(str, sorted({*range(self._count)} - there)))
+            self.registry.failure = f"worker {lacking} has not come back for {allowed_s:g} s"
+            logger.error("%s gives up: %s", self.name, self.registry.failure)
 
     def _on_model(self, message: Message) -> None:
         super()._on_model(message)
@@ -261,6 +276,8 @@ class Leader(Puller):
         del self._workers[number]
         reason = f"worker {number} is lost: {reason}"
         logger.warning("%s: %s", self.name, reason)
+        if self._lacking_since is None:
+            self._lacking_since = self._runtime.now()
         self._staged = None
         self._fail_order(reason)
         self._end_pull("lost", reason)
