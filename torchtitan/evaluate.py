@@ -84,7 +84,10 @@ def find(path: str, config_file: str = "") -> Evaluated:
     Raises UserError if there is nothing to evaluate, or no configuration that says on what.
     """
     model = hub_model(with_shipped(path))
-    place = download(model, weights=True) if model else Path(with_shipped(path)).expanduser().resolve()
+    try:
+        place = download(model, weights=True) if model else Path(with_shipped(path)).expanduser().resolve()
+    except UserError as error:
+        raise UserError(f"{path}: there is no such folder (looked in {Path.cwd()}), and {error}") from error
     run = next((folder for folder in (place, *place.parents[:2]) if (folder / CONFIG_FILE).is_file()), None)
     config_file = config_file or ("" if run is None else str(run / CONFIG_FILE))
     if not place.is_dir():

@@ -74,6 +74,8 @@ def test_the_configuration_is_the_runs_and_options_win(run: Path, model: Path) -
 def test_it_says_what_is_missing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere: there is no such folder (looked in " in capsys.readouterr().err
+    assert evaluate.main(["no-outputs/latest"]) == 2  # a link to a run, and no model of the Hub
+    assert "no-outputs/latest: there is no such folder (looked in " in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UserError, match=r"is no run folder \(config.toml\), no whole checkpoint"):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import Problem
-from torchtitan.config.run_folders import launch_link, resumed_folder
+from torchtitan.config.run_folders import LATEST, launch_link, resumed_folder
 from torchtitan.config.teachers import teacher_directories
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
@@ -56,7 +56,8 @@ def hub_model(path: str) -> HubModel | None:
     """Return the model of the Hub that `path` names; None for an empty path and for one of this machine.
 
     owner/model names one where there is no folder `owner`, owner/model@revision always, and so does the folder of a
-    snapshot that has gone from the cache. What exists here is never one, nor is a checkpoint of the package.
+    snapshot that has gone from the cache. What exists here is never one, nor is a checkpoint of the package, nor the
+    link to the newest run (outputs/latest).
     """
     if not path or Path(path).exists():
         return None
@@ -64,7 +65,7 @@ def hub_model(path: str) -> HubModel | None:
         owner, name, commit = snapshot.groups()
         return HubModel(f"{owner}/{name}", commit)
     named = _NAME.fullmatch(path)
-    if named is None or path.startswith(".") or Path(path).name in SHIPPED:
+    if named is None or path.startswith(".") or Path(path).name in (*SHIPPED, LATEST):
         return None
     name, revision = named.groups()
     if revision is None and Path(path).parent.is_dir():
