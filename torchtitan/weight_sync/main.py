@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.json_lines import older_file
+from torchtitan.utils.json_lines import cut_torn_line, older_file
 from torchtitan.utils.logs import log_to
 from torchtitan.utils.machine import raise_descriptor_limit
 from torchtitan.utils.rate_limiter import RateLimiters
@@ -51,6 +51,8 @@ class SyncJournal:
     def __init__(self, runtime: SocketRuntime, path: Path, term: int):
         self._runtime, self._term, self._path = runtime, term, path
         self._file = path.open("a", buffering=1)
+        # The registry before this one may have been killed while it wrote: the first line here is no part of its last.
+        cut_torn_line(path)
         self._bytes = path.stat().st_size
         self._lines: list[str] = []
         """What no thread writes yet"""

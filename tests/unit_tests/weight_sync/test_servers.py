@@ -243,6 +243,17 @@ def test_an_actor_causes_lines_of_a_bounded_length_and_those_left_out_are_counte
     assert sum(line.get("lost_lines", 0) for line in lines) == 10_000 - len(evil)
 
 
+def test_a_journal_is_not_appended_to_the_remains_of_a_line(tmp_path: Path) -> None:
+    """A registry that is killed while it writes leaves half a line, and the next one begins by saying so."""
+    runtime: Any = SimpleNamespace(now=lambda: 0.0, work=lambda _thread, function, done: done(function(), None))
+    path = tmp_path / "registry.jsonl"
+    path.write_text('{"event": "publish", "version": 1}\n{"event": "publish", "vers')
+    tail = JsonTail(path)
+    assert [row["event"] for row in tail.read()] == ["publish"]
+    main.SyncJournal(runtime, path, term=2).write("start", {"pid": 7})
+    assert [(row["event"], row["term"]) for row in tail.read()] == [("start", 2)]
+
+
 def test_a_full_journal_is_set_aside_and_readers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "JOURNAL_BYTES", 2000)
     monkeypatch.setattr(main, "GATHER_SECONDS", 0.0)
