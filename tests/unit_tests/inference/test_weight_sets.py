@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -135,6 +136,33 @@ def test_asleep_neither_set_has_memory_and_a_version_of_an_older_one_is_refused(
     engine.abort_all()
     engine.apply_weights("e", 1, receive(engine, weights))
     assert engine.generate(requests()) == expected
+
+
+def test_idle_set_that_is_asked_for_while_the_engine_falls_asleep_keeps_no_memory(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
+    sets = engine.weights.sets
+
+    class Lock:
+        """Whenever it is free, another thread asks."""
+
+        def __init__(self) -> None:
+            self._lock, self._asks = threading.Lock(), True
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+            if self._asks:
+                self._asks = False
+                sets.sets()
+                self._asks = True
+
+    sets._changing = Lock()  # type: ignore[assignment]
+    assert engine.sleep(2)
+    assert sets._idle is None and not sets._other
 
 
 def test_new_connection_receives_into_other_memory_than_the_old_one_may_still_write_to(

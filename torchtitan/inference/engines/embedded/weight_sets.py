@@ -82,8 +82,9 @@ class WeightSets:
 
     def drop(self) -> None:
         """Free both sets. The weights must not be used before take(), nor trusted before a whole version has come."""
-        self.forget_idle()
+        # At once: between two steps another thread could ask for an idle set, which would keep its memory.
         with self._changing:
+            self._idle, self._other = None, []
             if self._fused is not None:
                 return
             parameters = list(self._policy.parameters())
