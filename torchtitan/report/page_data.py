@@ -72,7 +72,7 @@ class RunReader:
         return {
             "name": self._run_dir.resolve().name,
             "outcome": _outcome(started, ended),
-            "progress": self._progress(configuration),
+            "progress": self._progress(configuration, started),
             "evaluation": self._evaluation(),
             "reward": self._reward(),
             "plots": self._curves.plots(),
@@ -118,12 +118,15 @@ class RunReader:
                 ended = row
         return [_event(row) for row in rows], started, ended
 
-    def _progress(self, configuration: Row) -> Row:
+    def _progress(self, configuration: Row, started: Row | None) -> Row:
         """Return step, steps, time of the last step, and seconds per step (wall clock) over the last ones."""
         moments = self._curves.moments
+        # A run that goes on after a night would otherwise count that night.
+        launched = float((started or {}).get("time") or 0.0)
+        paced = [(step, moment) for step, moment in moments if moment >= launched]
         pace = None
-        if len(moments) > 1 and moments[-1][0] > moments[0][0]:
-            pace = max(0.0, moments[-1][1] - moments[0][1]) / (moments[-1][0] - moments[0][0])
+        if len(paced) > 1 and paced[-1][0] > paced[0][0]:
+            pace = max(0.0, paced[-1][1] - paced[0][1]) / (paced[-1][0] - paced[0][0])
         steps = configuration.get("training", {}).get("steps")
         return {
             "step": moments[-1][0] if moments else 0,

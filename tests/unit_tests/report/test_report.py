@@ -145,6 +145,18 @@ def test_figures_at_the_top_are_those_of_the_run(tmp_path: Path) -> None:
     assert loss == pytest.approx([losses[0], losses[-1], fmean(losses), losses[0], losses[-1]])
 
 
+def test_time_that_passed_before_a_run_went_on_is_no_part_of_its_pace(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", 100)
+    night = 1e9 + 40_000
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": night, "kind": "run_started"}) + "\n")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('": 1}\n')  # the line that was cut off
+        for step in (101, 102, 103):
+            file.write(json.dumps({"step": step, "time": night + 3 * step, "loss": 0.1}) + "\n")
+    assert data_in(write_report(run_dir))["progress"]["seconds_per_step"] == 3.0
+
+
 def test_band_stays_within_the_range_of_rewards_and_the_parts_of_a_step_make_it_whole(tmp_path: Path) -> None:
     data = data_in(write_report(write_run(tmp_path / "run", 4)))
     # Means 1, 0, 1, 0 with a standard deviation of .5, of rewards from 0 to 1.
