@@ -22,13 +22,14 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import Problem
 from torchtitan.config.run_folders import LATEST, launch_link, resumed_folder
 from torchtitan.config.teachers import teacher_directories
-from torchtitan.config.values import show
+from torchtitan.config.values import read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_files import INDEX_FILE
 from torchtitan.models.shape.exports import ASSET_FILES, SHIPPED, TEMPLATES_FOLDER
 from torchtitan.preflight.memory import size_text
 
 MAIN = "main"
+SOURCES = "source."
 _NAME = re.compile(r"([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})")
 SMALL_FILES = ("config.json", INDEX_FILE, *ASSET_FILES, f"{TEMPLATES_FOLDER}/*.jinja")
@@ -87,15 +88,15 @@ class HubFolders:
         self._has_names = False
         self._recorded = _recorded_commits(config)
 
-    def find(self, key: str, path: str, asks: bool = True) -> str:
+    def find(self, key: str, path: str, asks: bool = True, of_source: bool = False) -> str:
         """Return the folder of the model if `path`, the value of `key`, names one of the Hub, else `path`. A run that
         goes on uses the revision that it began with. What fails becomes one of the problems. asks: if not, only the
-        cache is looked at, and a model that it does not hold is no problem."""
+        cache is looked at, and a model that it does not hold is no problem. of_source: the value is a source's."""
         model = hub_model(path)
         if model is None:
             return path
-        if model.revision == MAIN and model.name in self._recorded:
-            model = replace(model, revision=self._recorded[model.name])
+        if model.revision == MAIN:
+            model = replace(model, revision=self._first_revision(SOURCES + key if of_source else key, model.name))
         if not asks:
             return str(_cached(model, weights=False) or path)
         self._has_names = True
@@ -105,6 +106,15 @@ class HubFolders:
             text = f"{key} = {show(path)} is not a directory (looked in {Path.cwd()}), and {error}"
             self.problems.append(Problem(key, text))
             return path
+
+    def _first_revision(self, key: str, name: str) -> str:
+        """Return the revision of a model that the run began with. Two keys may name two of them: this key's counts, and
+        that of other keys only if it is the only one."""
+        for keys in ((key,), {recorded.key for recorded in self._recorded}):
+            commits = {found.commit for found in self._recorded if found.name == name and found.key in keys}
+            if len(commits) == 1:
+                return commits.pop()
+        return MAIN
 
     def lacking(self, config: JobConfig) -> dict[str, Lacking]:
         """Return what lacking_weights() does. Nothing is asked of huggingface_hub where find() was given no name."""
@@ -315,10 +325,25 @@ def _how_to_fetch(model: HubModel) -> str:
     )
 
 
-def _recorded_commits(config: JobConfig) -> dict[str, str]:
-    """Return the commits of the models of the Hub that the run began with which this launch goes on with, by name."""
+class _Recorded(NamedTuple):
+    """A model of the Hub in the configuration of a run. Keys of sources begin with SOURCES."""
+
+    key: str
+    name: str
+    commit: str
+
+
+def _recorded_commits(config: JobConfig) -> list[_Recorded]:
+    """Return the models of the Hub that the run began with which this launch goes on with."""
+    recorded: list[_Recorded] = []
     for folder in (launch_link(config), resumed_folder(config)):
         if folder is not None and (folder / "config.toml").is_file():
-            found = _SNAPSHOT.findall((folder / "config.toml").read_text(encoding="utf-8"))
-            return {f"{owner}/{name}": commit for owner, name, commit in found}
-    return {}
+            tables, _ = read_toml(str(folder / "config.toml"))
+            places = [("", tables), *((SOURCES, source) for source in tables.get("source", []))]
+            for prefix, content in places:
+                for table, values in content.items():
+                    for key, value in values.items() if isinstance(values, dict) else ():
+                        for owner, name, commit in _SNAPSHOT.findall(str(value)):
+                            recorded.append(_Recorded(f"{prefix}{table}.{key}", f"{owner}/{name}", commit))
+            break
+    return recorded

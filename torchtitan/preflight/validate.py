@@ -122,7 +122,7 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     config.distill.teacher = newest_export(hub.find(TEACHER, config.distill.teacher))
     for source in config.source:
         if TEACHER in source.values:
-            source.values[TEACHER] = newest_export(hub.find(TEACHER, source.values[TEACHER]))
+            source.values[TEACHER] = newest_export(hub.find(TEACHER, source.values[TEACHER], of_source=True))
     problems += hub.problems
     config.rollout.replay = without_links(config.rollout.replay)
     config.lora.adapter_path = without_links(config.lora.adapter_path)

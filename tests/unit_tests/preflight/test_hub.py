@@ -22,7 +22,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.evaluate import find
-from torchtitan.preflight.hub import HubModel, download
+from torchtitan.preflight.hub import HubFolders, HubModel, download
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import load_config, validated
 
@@ -175,6 +175,44 @@ def test_run_that_goes_on_takes_the_revision_that_it_began_with(hub: HubServer, 
     shutil.rmtree(tmp_path / "cache")
     again = load_config(["--job.config_file", str(run / "config.toml")])
     assert again.model.hf_assets_path == before.model.hf_assets_path
+
+
+def test_two_revisions_of_a_model_stay_each_with_its_key(hub: HubServer, tmp_path: Path) -> None:
+    """The policy begins as the newest one, and an older one teaches it."""
+    older = load().model.hf_assets_path
+    hub.commit = "b" * 40
+    (hub.folder / "consolidated.safetensors").unlink()
+    snapshot_download(NAME)
+    keys = ["--job.stage", "distill", "--distill.teacher", f"{NAME}@{'a' * 40}"]
+    before = load(*keys)
+    newer = snapshot(tmp_path, "b" * 40)
+    assert (before.model.hf_assets_path, before.distill.teacher) == (newer, older)
+    run = tmp_path / "run"
+    (run / "checkpoint/step-1").mkdir(parents=True)
+    (run / "config.toml").write_text(config_to_toml(before))
+    hub.commit = "c" * 40
+    (hub.folder / "README.md").unlink()
+    snapshot_download(NAME)
+    again = load(*keys, "--checkpoint.resume", str(run))
+    assert (again.model.hf_assets_path, again.distill.teacher) == (newer, older)
+
+
+@pytest.mark.parametrize(
+    ("key", "of_source", "commit"),
+    [("model.hf_assets_path", False, "b"), ("distill.teacher", False, "a"), ("distill.teacher", True, "c")],
+)
+def test_revision_of_a_source_is_another_than_that_of_the_run(
+    key: str, of_source: bool, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, teacher, of_sources = (f'"{snapshot(tmp_path, letter * 40)}"' for letter in "bac")
+    text = f"[model]\nhf_assets_path = {policy}\n[distill]\nteacher = {teacher}\n[[source]]\nname = 'math'\n"
+    (tmp_path / "config.toml").write_text(f"{text}distill.teacher = {of_sources}\n")
+    monkeypatch.setattr("torchtitan.preflight.hub.download", lambda model, **_: Path(str(model)))
+    config = JobConfig()
+    config.checkpoint.resume = str(tmp_path)
+    assert HubFolders(config).find(key, NAME, of_source=of_source) == f"{NAME}@{commit * 40}"
+    # What no key of its own tells is told only where all agree.
+    assert HubFolders(config).find("another.key", NAME) == NAME
 
 
 def test_processes_that_start_together_download_every_file_once(hub: HubServer) -> None:
