@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -335,6 +335,11 @@ def add_turn(branches: list[Branch], prompt_ids: Sequence[int], completion: Comp
 def sampled_segments(branches: Sequence[Branch]) -> list[Completion]:
     """Everything that was sampled, branch by branch."""
     return [completion for branch in branches for completion in branch.sampled]
+
+
+def sampled_tokens(branches: Iterable[Branch]) -> int:
+    """How many tokens of these branches were sampled."""
+    return sum(len(completion.token_ids) for branch in branches for completion in branch.sampled)
 
 
 def joined_spans(completions: Sequence[Completion]) -> list[VersionSpan]:

@@ -9,8 +9,9 @@ import torch
 from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import MicroBatchLoss, k3
+from torchtitan.inference.types import sampled_tokens
 from torchtitan.trainer.mismatch import ActorFigures
-from torchtitan.trainer.packing import MicroBatch, sampled_tokens
+from torchtitan.trainer.packing import MicroBatch
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl", "compared")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
@@ -52,7 +53,7 @@ class BatchTotals:
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch, moved: bool = False) -> None:
         """moved: the policy has taken optimizer steps of this batch, so it is no version that has sampled."""
         # What is logged of the batch shows them beside the engine's; they stay on the device until then.
-        lengths = list(map(sampled_tokens, micro_batch.trained))
+        lengths = [sampled_tokens([branch]) for branch in micro_batch.trained]
         for branch, of_branch in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
             branch.trainer_log_probs = of_branch
         # KL(μ ‖ π), estimated from samples of μ.

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments, sampled_tokens
 from torchtitan.rollout.flow.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.rewards import PASSING_REWARD
 from torchtitan.rollout.types import Failure, Prompt, Sample, Trajectory
@@ -108,7 +108,7 @@ class Evaluator:
         unjudged = list(itertools.chain.from_iterable(outcomes)).count(None)
         at_temperature = itertools.chain.from_iterable(trajectories[: len(self.prompts)])
         answered = [trajectory for trajectory in at_temperature if trajectory.branches]
-        lengths = [_sampled_tokens(trajectory) for trajectory in answered]
+        lengths = [sampled_tokens(trajectory.branches) for trajectory in answered]
         truncated = [float(trajectory.finish_reason == "length") for trajectory in answered]
         return figures | {
             "eval/prompts": len(self.prompts),
@@ -276,10 +276,6 @@ async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _sampled_tokens(trajectory: Trajectory) -> int:
-    return sum(len(turn.token_ids) for turn in sampled_segments(trajectory.branches))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -14,7 +14,7 @@ import torch
 from torchtitan.distributed.device import queued_copy
 from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
-from torchtitan.inference.types import Branch, Given, branch_routes
+from torchtitan.inference.types import Branch, Given, branch_routes, sampled_tokens
 from torchtitan.models.head.logit_tiles import KeptTokens
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.shape.mixture_args import MISSING
@@ -206,12 +206,7 @@ def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
     """How many of a sample's tokens enter the loss: all sampled ones, or none."""
     if mask_truncated and sample.finish_reason == "length":
         return 0
-    return sum(map(sampled_tokens, sample.branches))
-
-
-def sampled_tokens(branch: Branch) -> int:
-    """How many tokens of a branch were sampled."""
-    return sum(len(completion.token_ids) for completion in branch.sampled)
+    return sampled_tokens(sample.branches)
 
 
 def turn_advantages(sample: Sample, branch: Branch) -> list[float]:
@@ -257,7 +252,7 @@ def pack(
     kept_ids: list[list[int]] = []
     truncated = any(completion.kept_token_ids for _, branch in rows for completion in branch.sampled)
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
-        if not trained_tokens(sample, mask_truncated) or not sampled_tokens(branch):
+        if not trained_tokens(sample, mask_truncated) or not sampled_tokens([branch]):
             continue
         trained.append(branch)
         # Tokens that follow those of an older version may have been sampled with its KV cache.
@@ -392,7 +387,7 @@ def micro_batches(
         for branch in sample.branches:
             rows.append((sample, branch))
             weights.append(weight)
-            sampled = sampled_tokens(branch)
+            sampled = sampled_tokens([branch])
             active.append(sampled if count else 0)
             given_behind = len(branch) - sampled - len(branch.segments[0].token_ids)
             observed.append(given_behind if active[-1] else 0)

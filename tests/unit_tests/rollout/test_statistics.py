@@ -25,7 +25,7 @@ def test_branches_of_an_episode_and_the_share_of_tokens_beside_its_longest_one_a
     for branches in episodes:
         statistics.add_sample(Trajectory(branches, "stop", "x"), 1.0, {})
     spans = [VersionSpan("e", 1, 0, 3)]
-    sample: Any = SimpleNamespace(completion_ids=[5], reward=1.0, finish_reason="stop", spans=spans, branches=[])
+    sample: Any = SimpleNamespace(reward=1.0, finish_reason="stop", spans=spans, branches=[])
     figures = statistics.figures(1, [sample])
     assert figures["environment/branches_mean"] == 2
     # Of 10 + 10 + 20 + 10 tokens.

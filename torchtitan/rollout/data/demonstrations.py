@@ -16,7 +16,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.optimizer_step import groups_per_batch
 from torchtitan.config.source_configs import source_configs, source_weights
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Branch, Completion, Given, add_turn
+from torchtitan.inference.types import Branch, Completion, Given, add_turn, sampled_tokens
 from torchtitan.rollout.conversation.messages import ASSISTANT, plain_message
 from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
@@ -183,7 +183,7 @@ class Demonstrations:
             shares.append([stream.next() for _ in range(counts[name])])
         self._scheduler.served(counts)
         batch = self._batch(version, in_turns(shares))
-        lengths = [len(sample.completion_ids) for sample in batch.samples]
+        lengths = [sampled_tokens(sample.branches) for sample in batch.samples]
         batch.statistics = {
             "completion/length_mean": sum(lengths) / len(lengths),
             "demonstrations/epoch": sum(stream.position for stream in self._streams.values()) / self._rows,

@@ -16,6 +16,7 @@ from torchtitan.config.reward_names import learns_from_rewards, reward_labels, r
 from torchtitan.config.source_configs import source_name
 from torchtitan.config.teachers import SUCCESS, hints_after_scoring, teacher_id
 from torchtitan.errors import UserError, load_function
+from torchtitan.inference.types import sampled_tokens
 from torchtitan.rollout.data.prompt_stream import PromptStream
 from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.flow.group_maker import GroupMaker
@@ -150,7 +151,7 @@ class SourceFlow:
         self.budget.count(not dropped)
         if not dropped:
             for statistics in self._counted:
-                statistics.usable_lengths += [len(sample.completion_ids) for sample in group.samples]
+                statistics.usable_lengths += [sampled_tokens(sample.branches) for sample in group.samples]
             self.seconds_without_group = 0.0
         if len(group.samples) >= SMALLEST_GROUP:
             self.stream.note(group.prompt_index // self._sources, [sample.reward for sample in group.samples])
@@ -268,7 +269,7 @@ class SourceFlow:
         return number * max(self.budget.groups_per_batch, 1)
 
     def _count_gate(self, group: Group, admitted: bool) -> None:
-        length = fmean([len(sample.completion_ids) for sample in group.samples])
+        length = fmean([sampled_tokens(sample.branches) for sample in group.samples])
         for statistics in self._counted:
             statistics.add_gate(admitted, length > self.config.rollout.max_completion_tokens / 2)
 

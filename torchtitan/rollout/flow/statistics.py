@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from torchtitan.inference.types import VersionSpan, sampled_segments
+from torchtitan.inference.types import VersionSpan, sampled_segments, sampled_tokens
 from torchtitan.rollout.types import Sample, Trajectory
 
 
@@ -49,7 +49,7 @@ class RolloutStatistics:
         self.branches.append(len(lengths))
         self.tokens += sum(lengths)
         self.tokens_beside += sum(lengths) - max(lengths, default=0)
-        self.lengths.append(sum(len(turn.token_ids) for turn in turns))
+        self.lengths.append(sampled_tokens(trajectory.branches))
         self.truncated += trajectory.finish_reason == "length"
         if reward is None:
             self.samples_unscored += 1
@@ -67,7 +67,7 @@ class RolloutStatistics:
 
     def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
         """Return all metrics for a batch of `samples` that is handed out at `version`."""
-        trained = [len(sample.completion_ids) for sample in samples]
+        trained = [sampled_tokens(sample.branches) for sample in samples]
         rewards = self.rewards or [sample.reward for sample in samples]
         lengths = self.lengths or trained
         truncated = self.truncated
