@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import nearest
+from torchtitan.rollout.environments import NO_DOCSTRING, NO_RESET, no_type
 from torchtitan.rollout.rewards import ARGUMENTS
 from torchtitan.utils.definitions import bound_names, definition_of, required_names, signature_of
 
@@ -60,7 +61,7 @@ def environment_call_problem(name: str, columns: Collection[str] | None) -> str 
     where = f"environment {name!r} ({found})"
     methods = {node.name: node for node in found.node.body if isinstance(node, Function)}
     if "reset" not in bound_names(found.node.body):
-        return f"{where}: it has no method reset(self, **row)"
+        return f"{where}: {NO_RESET}"
     step, reset = methods.get("step"), methods.get("reset")
     if step is not None and not step.decorator_list and (problem := arity_problem(step, ["self", "action"])):
         return f"{where}: step {problem}"
@@ -80,10 +81,10 @@ def tool_problem(name: str) -> str | None:
         return None
     where, arguments = f"tool {name!r} ({found})", found.node.args
     if not ast.get_docstring(found.node):
-        return f"{where}: it needs a docstring, from which the policy learns what it does"
+        return f"{where}: {NO_DOCSTRING}"
     for argument in (*arguments.args, *arguments.kwonlyargs):
         if argument.annotation is None:
-            return f"{where}: parameter {argument.arg} needs a type annotation"
+            return f"{where}: {no_type(argument.arg)}"
     return None
 
 

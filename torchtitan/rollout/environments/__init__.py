@@ -9,3 +9,15 @@ An environment is a class without constructor arguments and with `reset(**row)`,
 Both kinds may have `get_reward()`. Agents are programs with their own loop, which reach the policy through the gateway:
 functions, commands or verifiers. See docs/environments.md.
 """
+
+from __future__ import annotations
+
+# What is said of an environment or a tool that cannot be one: before a run from its source (data/own_code.py), and by
+# the worker from the object.
+NO_RESET = "it has no method reset(self, **row)"
+NO_DOCSTRING = "it needs a docstring, from which the policy learns what it does"
+
+
+def no_type(parameter: str) -> str:
+    """Return what is said of a tool with a parameter that has no type."""
+    return f"parameter {parameter} needs a type annotation"

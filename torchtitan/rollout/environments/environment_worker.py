@@ -36,6 +36,7 @@ from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.conversation.tool_formats.format import Call, IdentifiedCall, UnreadableCall
 from torchtitan.rollout.conversation.tool_formats.own import OwnFormat, load_parser
 from torchtitan.rollout.conversation.tool_formats.registry import FORMATS
+from torchtitan.rollout.environments import NO_DOCSTRING, NO_RESET, no_type
 from torchtitan.rollout.workers.inside import run, without_stop_iteration
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
@@ -89,7 +90,7 @@ def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
     name = function.__name__
     description, *described = ARGUMENTS.split(inspect.getdoc(function) or "", maxsplit=1)
     if not description.strip():
-        raise UserError(f"tool {name}: it needs a docstring, from which the policy learns what it does")
+        raise UserError(f"tool {name}: {NO_DOCSTRING}")
     lines = map(ARGUMENT.match, "".join(described).splitlines())
     meanings = {found["name"]: found["text"] for found in lines if found}
     hints = typing.get_type_hints(function, include_extras=True)
@@ -98,7 +99,7 @@ def make_tool(function: Callable[..., Any], method: bool = False) -> Tool:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise UserError(f"tool {name}: parameter {parameter.name} cannot be passed by name")
         if parameter.name not in hints:
-            raise UserError(f"tool {name}: parameter {parameter.name} needs a type annotation")
+            raise UserError(f"tool {name}: {no_type(parameter.name)}")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (
             hints[parameter.name],
@@ -136,7 +137,7 @@ class Program:
         self.steps = self.factory is not None and callable(getattr(self.factory, "step", None))
         if self.factory is not None:
             if not callable(getattr(self.factory, "reset", None)):
-                raise UserError(f"environment {factory!r}: it has no method reset(**row)")
+                raise UserError(f"environment {factory!r}: {NO_RESET}")
             for method in [] if self.steps else public_methods(self.factory):
                 self._add(make_tool(method, method=not isinstance(method, staticmethod)))
                 self.owned.add(method.__name__)
