@@ -22,7 +22,7 @@ from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.flow.group_maker import GroupMaker
 from torchtitan.rollout.flow.staleness_budget import StalenessBudget
 from torchtitan.rollout.flow.statistics import RolloutStatistics, sample_version
-from torchtitan.rollout.rewards.reward_pool import BATCHES_OF_FAILURES, FEWEST_FAILED_GROUPS
+from torchtitan.rollout.rewards.reward_pool import groups_until_broken
 from torchtitan.rollout.types import Group, Prompt, Sample, Trajectory
 from torchtitan.utils.json_lines import EventLog
 
@@ -210,7 +210,7 @@ class SourceFlow:
             return
         self._only_failures += 1
         may_come_back = self._ended_well_at is not None and now - self._ended_well_at < limit_s
-        if self._only_failures >= max(self._batches(BATCHES_OF_FAILURES), FEWEST_FAILED_GROUPS) and not may_come_back:
+        if self._only_failures >= groups_until_broken(self.budget.groups_per_batch) and not may_come_back:
             raise UserError(
                 f"every episode of the last {self._only_failures} groups failed; {self.groups.last_failure}: fix the "
                 f"environment ([environment], logs/environments.log){self.groups.lost_rewards}"

@@ -46,6 +46,11 @@ ASYNC_CALLS = 16
 BLOCKED_S = 2.0
 
 
+def groups_until_broken(groups_per_batch: float) -> float:
+    """Return with how many groups of nothing but failures a function, or an environment, is broken."""
+    return max(BATCHES_OF_FAILURES * groups_per_batch, FEWEST_FAILED_GROUPS)
+
+
 class RewardReply(msgspec.Struct):
     """The reply to a call: see worker.py. One entry per sample."""
 
@@ -102,7 +107,7 @@ class RewardPool:
         """Functions that have answered a call"""
         self._failed_groups: Counter[str] = Counter()
         """Training groups on whose every sample a function has failed, of those that have not worked yet"""
-        self._most_failed_groups = max(BATCHES_OF_FAILURES * groups_per_batch(config), FEWEST_FAILED_GROUPS)
+        self._most_failed_groups = groups_until_broken(groups_per_batch(config))
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """A description of the latest failure, for messages"""
