@@ -119,7 +119,10 @@ class Draft:
         """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
         key = str(name)
         # TOML has neither; Python's callers have both.
-        value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
+        if isinstance(value, tuple):
+            value = list(value)
+        elif isinstance(value, Path):
+            value = os.fspath(value)
         if table := free_table(key):
             self._set_option(table, key.removeprefix(f"{table}."), value, place)
         elif key in table_types() and isinstance(value, Mapping):
@@ -314,7 +317,11 @@ def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
             options[-1][1].append(token)
         else:
             draft.refuse("", f"{PLACE}: {token!r} does not belong to any --table.key")
-    settings = [setting for name, words in options if (setting := _setting(draft, name, words)) is not None]
+    settings: list[tuple[str, list[str]]] = []
+    for name, words in options:
+        setting = _setting(draft, name, words)
+        if setting is not None:
+            settings.append(setting)
     files = [words[0] for key, words in settings if key == "job.config_file" and len(words) == 1]
     if files and files[-1]:
         draft.add_file(files[-1])

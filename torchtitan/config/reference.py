@@ -250,7 +250,11 @@ def _short_type(kind: Any) -> str:
 
 def _default(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True)
-    return "none" if default is None else "required" if default is PydanticUndefined else show(default)
+    if default is None:
+        return "none"
+    if default is PydanticUndefined:
+        return "required"
+    return show(default)
 
 
 def _meaning(text: str, info: FieldInfo) -> str:

@@ -3,6 +3,8 @@ which one judges a sample."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.source_configs import source_configs
 
@@ -19,14 +21,16 @@ def reward_weights(config: JobConfig) -> dict[str, float]:
     for _, source_config in source_configs(config):
         functions = source_config.rewards.functions
         weights |= dict(zip(functions, source_config.rewards.weights or [1.0] * len(functions), strict=True))
-        weights |= {name: 1.0 for name in [source_config.environment.reward_name] if name}
+        if source_config.environment.reward_name:
+            weights[source_config.environment.reward_name] = 1.0
     return weights
 
 
 def reward_labels(config: JobConfig) -> dict[str, str]:
     """What curves and completions call every reward: a function of a module by its own name, if no other has that."""
-    labels = {name: name.rpartition(":")[2] for name in reward_weights(config)}
-    return {name: label if list(labels.values()).count(label) == 1 else name for name, label in labels.items()}
+    short_names = {name: name.rpartition(":")[2] for name in reward_weights(config)}
+    bearers = Counter(short_names.values())
+    return {name: short if bearers[short] == 1 else name for name, short in short_names.items()}
 
 
 def judging_reward(config: JobConfig) -> str:

@@ -48,7 +48,8 @@ def nodes(expression: str) -> Iterator[str]:
         parts = re.split(r"\[([^\[\]]*)\]", host)
         if not re.fullmatch(r"[A-Za-z0-9.-]*", "".join(parts[::2])) or not host:
             raise ValueError(f"{host!r} is not a node: must be {SLURM_FORM}")
-        choices = [[part] if index % 2 == 0 else _numbers(part) for index, part in enumerate(parts)]
+        # Every second part stood in brackets.
+        choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
         yield from map("".join, itertools.product(*choices))
 
 

@@ -22,12 +22,16 @@ def compares_vocabulary(config: JobConfig) -> bool:
 def teacher_id(source_config: JobConfig) -> str | None:
     """What the policy is compared with on the samples of a source: a server's address, a checkpoint directory, or
     (empty) itself: with a hint, as it is or as its moving average; as it began, for a KL term. None: with nothing."""
-    if source_config.job.stage != "distill":
-        return "" if source_config.job.stage == "grpo" and source_config.grpo.kl_coefficient > 0 else None
-    distill = source_config.distill
-    if distill.server.url or not distill.teacher:
-        return distill.server.url or ("" if distill.hint else None)
-    return os.path.realpath(distill.teacher)
+    stage, distill = source_config.job.stage, source_config.distill
+    if stage == "grpo" and source_config.grpo.kl_coefficient > 0:
+        return ""
+    if stage != "distill":
+        return None
+    if distill.server.url:
+        return distill.server.url
+    if distill.teacher:
+        return os.path.realpath(distill.teacher)
+    return "" if distill.hint else None
 
 
 def hint_column(config: JobConfig) -> str:

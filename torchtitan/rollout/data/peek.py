@@ -28,7 +28,9 @@ def peek_columns(dataset: str, of_all_rows: bool = False) -> set[str] | None:
         found, is_whole = _read_columns(path, status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, RecursionError, TypeError):
         return None
-    return set(found) or None if is_whole or not of_all_rows else None
+    if of_all_rows and not is_whole:
+        return None
+    return set(found) or None
 
 
 @functools.cache
