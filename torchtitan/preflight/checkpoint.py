@@ -83,9 +83,9 @@ def _check_tokens(check: Check, vocabulary: int) -> None:
             "vocabulary, and no other token ends a completion: correct tokenizer_config.json or set "
             "rollout.stop_token_ids",
         )
-    template = (
-        _written(tokenizer) if any(_uses_template(source_config) for _, source_config in source_configs(config)) else []
-    )
+    template: list[int] = []
+    if any(_uses_template(source_config) for _, source_config in source_configs(config)):
+        template = _written(tokenizer)
     for what, tokens in (("tokenizer ends completions with", tokenizer.eos_token_ids), ("template writes", template)):
         if outside := [token for token in tokens if token >= vocabulary]:
             shown = f"number {outside[0]} ({tokenizer.decode(outside[:1], skip_special=False)!r})"

@@ -124,7 +124,9 @@ def _missing(check: Check) -> str:
         if directory.name in SHIPPED:
             return f" is not a directory; to have the checkpoint that comes with the package, give {directory.name}"
         parent = directory.parent
-        siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+        siblings: list[str] = []
+        if parent.is_dir():
+            siblings = [folder.name for folder in parent.iterdir() if folder.is_dir()]
         return f" is not a directory (looked in {Path.cwd()}){nearest(directory.name, siblings)}"
     reason = ""
     if config.model.flavor:
@@ -236,9 +238,12 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree
-    adapted = [name for name in FEED_FORWARD_PROJECTIONS if lora.rank and name in lora.target_modules]
+    adapted: list[str] = []
     sizes = {"columns": experts.intermediate_size, "rows": args.hidden_size}
-    sizes |= {"columns of an adapter (lora.rank)": lora.rank} if adapted else {}
+    if lora.rank:
+        adapted = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.target_modules]
+    if adapted:
+        sizes["columns of an adapter (lora.rank)"] = lora.rank
     ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes.values())
     text = f"must divide its {' and '.join(f'{size} {what}' for what, size in sizes.items())}"
     check.refuse(key, ragged, f"leaves {rest} ranks to share an expert, which {text}")
@@ -365,10 +370,14 @@ def _check_teacher_shape(check: Check, config: JobConfig) -> None:
             check.refuse(key, check.get(key) != value, text)
         return
     tensor, experts = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
-    sizes = [args.num_attention_heads, args.num_key_value_heads, args.intermediate_size if args.dense_layers else 0]
-    sizes.append(0 if args.delta is None else args.delta.key_heads)
+    sizes = [args.num_attention_heads, args.num_key_value_heads]
+    if args.dense_layers:
+        sizes.append(args.intermediate_size)
+    if args.delta is not None:
+        sizes.append(args.delta.key_heads)
+    ragged = any(size % tensor for size in sizes)
     text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads and feed-forward columns"
-    check.refuse(TEACHER, any(size % tensor for size in sizes) or (tensor > 1 and args.undivided), text)
+    check.refuse(TEACHER, ragged or (tensor > 1 and args.undivided), text)
     count = 0 if args.experts is None else args.experts.count
     text = f"parallelism.context_parallel_degree must be 1 with a teacher with Gated DeltaNet ({args.family})"
     check.refuse(TEACHER, config.parallelism.context_parallel_degree > 1 and args.delta_layers, text)

@@ -64,7 +64,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
     lines = [
         *(f"WARNING: {warning}" for warning in warnings if warning),
         f"device: {_device(config)}",
-        *[f"auto: {chosen}"] * bool(chosen),
+        *([f"auto: {chosen}"] if chosen else []),
         f"ranks: {ranks}",
         f"mesh: {parallelism.data_parallel_replicate_degree} replicate × {parallelism.shard_degree(ranks)} shard × "
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
@@ -76,18 +76,18 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",
     ]
     memory, version = estimate_memory(config, args, ranks), version_bytes(config, args)
-    lines += [
-        f"model: {args.num_parameters():,} parameters",
-        *(
-            f"{key}: {size_text(lack.size)} of weights of {lack.model} are downloaded before the run starts"
-            for key, lack in lacking_weights(config).items()
-        ),
-        f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})",
-        *_weight_sync(config, memory, version),
-        f"memory estimate per rank: {_total(config, memory)}",
-        *(f"  {part}: {size_text(size)}{_where(config, part)}" for part, size in vars(memory).items()),
-        *(f"  while Muon orthogonalises: {size_text(size)}" for size in [muon_bytes(config, args, ranks)] if size),
-    ]
+    lines.append(f"model: {args.num_parameters():,} parameters")
+    for key, lack in lacking_weights(config).items():
+        size = size_text(lack.size)
+        lines.append(f"{key}: {size} of weights of {lack.model} are downloaded before the run starts")
+    lines.append(f"bytes per weight version: {version:,} ({size_text(version)}, {config.inference.dtype})")
+    lines += _weight_sync(config, memory, version)
+    lines.append(f"memory estimate per rank: {_total(config, memory)}")
+    for part, part_bytes in vars(memory).items():
+        lines.append(f"  {part}: {size_text(part_bytes)}{_where(config, part)}")
+    orthogonalised = muon_bytes(config, args, ranks)
+    if orthogonalised:
+        lines.append(f"  while Muon orthogonalises: {size_text(orthogonalised)}")
     if trains_on_gpu():
         lines += describe_step_time(config, args, ranks)
     if config.is_colocated or config.shares_devices:
@@ -170,32 +170,36 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     """Describe the memory of an engine that shares the trainer's device, in both halves of a step."""
     device_bytes = device_bytes_of_driver()
     planned = device_bytes or PLANNED_DEVICE
-    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
+    level = config.inference.sleep_level
+    engine = colocated_memory(config, ranks, planned if device_bytes or level else None)
     assert engine is not None
-    inference = config.inference
     beside = beside_generation(config, memory)
     on_host = "optimizer" in parts_on_host(config)
-    training = on_device(config, memory) + engine.stays + (0 if inference.sleep_level else engine.total)
+    training = on_device(config, memory) + engine.stays + (0 if level else engine.total)
     generating = beside + engine.stays + engine.total
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
-    fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, there is no room for one sequence"
-    too_much = f": DOES NOT FIT, the GPU has {size_text(planned)}" if trains_on_gpu() and training > planned else ""
-    cut = (
-        "" if engine.kv_cache == engine.kv_wanted else f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
-    )
-    level = inference.sleep_level
-    asleep = {0: "", 1: f", {size_text(engine.weights)} of weights in host memory meanwhile", 2: ""}
+    what = "colocated engine per rank" if config.is_colocated else "engine per GPU"
+    no_room = no_room_training = cut = ""
+    if engine.kv_cache < engine.kv_one_sequence:
+        no_room = ": DOES NOT FIT, there is no room for one sequence"
+    if trains_on_gpu() and training > planned:
+        no_room_training = f": DOES NOT FIT, the GPU has {size_text(planned)}"
+    if engine.kv_cache != engine.kv_wanted:
+        cut = f" of {size_text(engine.kv_wanted)} for inference.max_sequences"
+    engine_state = "asleep" if level else "stays"
+    in_host_memory = f", {size_text(engine.weights)} of weights in host memory meanwhile" if level == 1 else ""
+    optimizer_place = "in host memory" if on_host else "stays"
     return [
-        f"{'colocated engine per rank' if config.is_colocated else 'engine per GPU'}: {size_text(engine.total)}{fits}",
+        f"{what}: {size_text(engine.total)}{no_room}",
         f"  weights: {size_text(engine.weights)}",
         f"  kv_cache: {size_text(engine.kv_cache)}{cut}",
         f"  work: {size_text(engine.work)}",
         f"  graphs: {size_text(engine.graphs)}",
         f"beside both, always: {size_text(engine.staging)} of staging, {size_text(engine.overhead)} of contexts, "
         "communicators and fragments (assumed, not measured)",
-        f"while training: {size_text(training)}{too_much}, the engine {'asleep' if level else 'stays'}"
-        f" (sleep_level = {level}{asleep[level]})",
-        f"while generating: {size_text(generating)}, the optimizer's state {'in host memory' if on_host else 'stays'}",
+        f"while training: {size_text(training)}{no_room_training}, the engine {engine_state}"
+        f" (sleep_level = {level}{in_host_memory})",
+        f"while generating: {size_text(generating)}, the optimizer's state {optimizer_place}",
         f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
     ]
 
@@ -258,11 +262,12 @@ def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_b
     """
     wanted = config.inference.engine.tensor_parallel_size
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
-    even = [
-        size
-        for size in range(1, gpus + 1)
-        if gpus % size == 0 and heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-    ]
+    even = []
+    for size in range(1, gpus + 1):
+        divides = gpus % size == 0 and heads % size == 0
+        # Several GPUs may hold copies of one key-value head.
+        if divides and (kv_heads % size == 0 or size % kv_heads == 0):
+            even.append(size)
     shape = f"{heads} heads and {kv_heads} key-value heads on {gpus} GPUs a node"
     if wanted > 1:
         if wanted not in even:
