@@ -64,9 +64,13 @@ def _runs(rows: Sequence[int]) -> tuple[range, ...]:
     """Ascending rows as runs without gaps; a range is one."""
     if isinstance(rows, range):
         return (rows,)
-    first = [row for row, before in zip(rows, (None, *rows), strict=False) if before is None or row != before + 1]
-    last = [row for row, behind in zip(rows, (*rows[1:], None), strict=True) if behind is None or row != behind - 1]
-    return tuple(range(begin, end + 1) for begin, end in zip(first, last, strict=True))
+    runs: list[range] = []
+    for row in rows:
+        if runs and row == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, row + 1)
+        else:
+            runs.append(range(row, row + 1))
+    return tuple(runs)
 
 
 def _overlap(places: range, held: slice) -> tuple[slice, slice]:
@@ -199,16 +203,15 @@ def plan(
                 holders.setdefault(held, (run, part, []))[2].append(at)
         complete: list[int] = []
         if len(holders) == len(matrix.rows):  # no run of it is divided
-            groups = [those for _, _, those in holders.values()]
-            complete = [at for at in range(ranks) if all(at in those for those in groups)]
+            complete = sorted(set(range(ranks)).intersection(*(holding for _, _, holding in holders.values())))
         owner = min(complete or range(ranks), key=loads.__getitem__)
         loads[owner] += matrix.work
         gathered: list[Move] = []
         scattered: list[Move] = []
-        for run, part, those in holders.values():
-            source = owner if owner in those else those[owner % len(those)]
+        for run, part, holding in holders.values():
+            source = owner if owner in holding else holding[owner % len(holding)]
             gathered.append(Move(source, owner, matrix, run, part))
-            scattered += [Move(owner, at, matrix, run, part) for at in those]
+            scattered += [Move(owner, at, matrix, run, part) for at in holding]
         bucket = buckets[-1]
         if owner == rank:
             bucket.owned.append(matrix)

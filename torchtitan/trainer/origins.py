@@ -110,8 +110,14 @@ def _are_untouched(before: list[list[Any]], now: list[list[Any]]) -> bool:
     """Whether these are the same files with the same content, as far as it is known without reading them. A copy may
     keep the time of its original, but not the time at which the entry was made. That one alone also changes where an
     export has linked the file (untrained_files.py), as the number of links then tells."""
-    alike = len(before) == len(now) and all(old[:-2] == new[:-2] for old, new in zip(before, now, strict=True))
-    return alike and all(old[-1] == new[-1] or old[-2] != new[-2] for old, new in zip(before, now, strict=True))
+    if len(before) != len(now):
+        return False
+    for (*old_facts, old_links, old_change), (*facts, links, change) in zip(before, now, strict=True):
+        if old_facts != facts:
+            return False
+        if old_change != change and old_links == links:
+            return False
+    return True
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -299,6 +299,10 @@ def pack(
     joined = functools.partial(_joined, device)
     observed = joined(columns.observed, np.int64)
     taught = joined(columns.taught, np.float32)
+    kept = None
+    if truncated:
+        # Behind the sampled tokens come the observed ones, of which every token is kept.
+        kept = KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device)
     return MicroBatch(
         routes=routes,
         routed=routed,
@@ -319,7 +323,7 @@ def pack(
         observed=observed,
         observed_targets=joined(columns.observed_targets, np.int64),
         observation_weight=observation_weight,
-        kept=KeptTokens.from_rows([*kept_ids, *([] for _ in observed)], device) if truncated else None,
+        kept=kept,
         trained=trained,
         teacher=teacher,
     )

@@ -319,8 +319,8 @@ class PolicyTrainer:
         grpo = self.config.grpo
         fixed = [[FixedLogProbs() for _ in part] for part in parts]
         entropies, chooses = [], grpo.entropy_top_share < 1
-        for part, ours in zip(parts, fixed, strict=True):
-            for micro_batch, log_probs in zip(part, ours, strict=True):
+        for part, fixed_of_part in zip(parts, fixed, strict=True):
+            for micro_batch, log_probs in zip(part, fixed_of_part, strict=True):
                 if self.teaching is None and micro_batch.teacher is not None:
                     log_probs.reference = micro_batch.teacher_log_probs
                 if grpo.recompute_old_log_probs:

@@ -193,13 +193,13 @@ def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
 def with_absolute_paths(config: JobConfig) -> JobConfig:
     """Return the configuration with absolute paths of files and folders that exist, so that what reads it later, such
     as an evaluation, may stand elsewhere."""
-    changed = with_values(config, {key: _absolute(key, value_at(config, key)) for key in PATHS})
-    changed.source = [
-        replace(source, values={key: _absolute(key, value) for key, value in source.values.items()})
-        for source in config.source
-    ]
-    sets = [{key: _absolute(key, value) for key, value in given.items()} for given in config.eval.set]
-    return with_values(changed, {"eval.set": sets})
+    changed = with_values(config, _all_absolute({key: value_at(config, key) for key in PATHS}))
+    changed.source = [replace(source, values=_all_absolute(source.values)) for source in config.source]
+    return with_values(changed, {"eval.set": [_all_absolute(values) for values in config.eval.set]})
+
+
+def _all_absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _absolute(key, value) for key, value in values.items()}
 
 
 def _absolute(key: str, value: Any) -> Any:
@@ -229,8 +229,10 @@ def _by_key(tables: Mapping[str, Any]) -> dict[str, Any]:
     them."""
     values = dict(flat(tables, table_types()))
     values["source"] = [dict(flat(source, table_types())) for source in tables.get("source", [])]
-    sets = [dict(flat(given, table_types())) for given in tables.get("eval", {}).get("set", [])]
-    values["eval.set"] = [{key.removeprefix("eval."): value for key, value in given.items()} for given in sets]
+    values["eval.set"] = []
+    for evaluation_set in tables.get("eval", {}).get("set", []):
+        of_set = flat(evaluation_set, table_types())
+        values["eval.set"].append({key.removeprefix("eval."): value for key, value in of_set})
     return values
 
 
