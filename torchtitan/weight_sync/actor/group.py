@@ -285,15 +285,15 @@ class Leader(Puller):
 
     def verified(self) -> Message | None:
         """What all workers have found of the versions in use; None where not all have told. Any thread may ask."""
-        told = [worker.verified for worker in list(self._workers.values())]
-        if len(told) != self._count or not all(told):
+        findings = [worker.verified for worker in list(self._workers.values())]
+        if len(findings) != self._count or not all(findings):
             return None
-        version = min(found["version"] for found in told)
+        version = min(finding["version"] for finding in findings)
         return {
             "version": None if version == NOTHING else version,
-            "matched": min(found["matched"] for found in told),
-            "mismatched": max(found["mismatched"] for found in told),
-            "unfinished": max(found["unfinished"] for found in told),
+            "matched": min(finding["matched"] for finding in findings),
+            "mismatched": max(finding["mismatched"] for finding in findings),
+            "unfinished": max(finding["unfinished"] for finding in findings),
         }
 
     def _on_worker_message(self, number: int, worker: _Worker, message: Message) -> None:

@@ -250,10 +250,13 @@ class Boundary:
 
         newest: the newest published version; dropped: (serial, version) of the last dropped snapshots.
         """
-        if self._pending_version is None and any(tuple(pair) == self._last_snapshot for pair in dropped):
-            version = self._last_snapshot[1]
-            return version if newest is None or newest < version else None
-        return self._pending_version
+        if self._pending_version is not None:
+            return self._pending_version
+        version = self._last_snapshot[1]
+        was_dropped = any(tuple(pair) == self._last_snapshot for pair in dropped)
+        if was_dropped and (newest is None or newest < version):
+            return version
+        return None
 
 
 _PAGE = mmap.PAGESIZE

@@ -198,7 +198,9 @@ class ActorRecord:
     @property
     def shown_state(self) -> ActorState:
         """Return the state that the trainer is told."""
-        return ActorState.LATE if self.late and self.state in (ActorState.JOINING, *SERVING) else self.state
+        if self.late and self.state in (ActorState.JOINING, *SERVING):
+            return ActorState.LATE
+        return self.state
 
     def status(self) -> Message:
         """Return what the trainer is told."""

@@ -138,7 +138,9 @@ class ShardServer(BucketServer):
     def _works(self) -> bool:
         """Return whether all threads progress. Otherwise there is no beat, and the parent restarts this server."""
         now, encoding = self._runtime.now(), self.deltas.oldest_start
-        return (self._due is None or now < self._due) and (encoding is None or now - encoding < self._bucket_seconds)
+        if self._due is not None and now >= self._due:
+            return False
+        return encoding is None or now - encoding < self._bucket_seconds
 
     # Snapshots
 
@@ -267,7 +269,9 @@ class ShardServer(BucketServer):
             return None
         in_host_memory = isinstance(self._slots.slot(slot), memoryview)
         try:
-            return None if again and in_host_memory else self._refer(slot, *self._layout.bucket_range(0, bucket))
+            if again and in_host_memory:
+                return None
+            return self._refer(slot, *self._layout.bucket_range(0, bucket))
         except Exception:
             if serial != self._without_reference:
                 logger.exception("the transport has no reference for bucket %d of rank %d", bucket, self.rank)

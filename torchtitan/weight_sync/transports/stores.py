@@ -222,9 +222,11 @@ class Objects(Store):
                 raise
             except Exception as error:  # Every library has errors of its own for a network that fails.
                 if attempt == TRIES:
+                    code = errno.EIO
                     # No ConnectionError, which means a broken link and is tried again without a bound.
-                    code = error.errno if isinstance(error, OSError) and not isinstance(error, ConnectionError) else 0
-                    raise OSError(code or errno.EIO, f"{method} {self.url}/{name}: {error}") from error
+                    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+                        code = error.errno or errno.EIO
+                    raise OSError(code, f"{method} {self.url}/{name}: {error}") from error
                 time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
 
     def write(self, name: str, pieces: Iterable[Any]) -> list[Place]:

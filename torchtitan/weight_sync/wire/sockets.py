@@ -465,7 +465,11 @@ class SocketRuntime:
                 unless_open.pop_all()
             on_open(channel)
 
+        def raise_failure(ended: asyncio.Task[None]) -> None:
+            if not ended.cancelled():
+                ended.result()
+
         task = self.loop.create_task(connect())
         # An exception in a callback must end the loop here, too.
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.result())
+        task.add_done_callback(raise_failure)
         return task.cancel
