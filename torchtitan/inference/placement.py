@@ -132,7 +132,11 @@ def engine_memory(
     chosen = {option_name(key) for key, value in inference.engine.args.items() if value}
     graphs = 0 if chosen.intersection(config.inference.spec.eager_options) else GRAPHS
     staging = version_bytes(config, args) if stages_on_device(config) else 0
-    groups = (ranks > 1) * (1 + (config.parallelism.tensor_parallel_degree > 1)) + (size > 1)
+    groups = 0
+    if ranks > 1:
+        groups += 2 if config.parallelism.tensor_parallel_degree > 1 else 1
+    if size > 1:
+        groups += 1
     overhead = CONTEXT * (1 if config.is_colocated else 2) + COMMUNICATOR * groups + int(FRAGMENTS * device_bytes)
     # Shares are whole thousandths, rounded up.
     left = int(0.999 * device_bytes) - trainer_bytes - weights - work - graphs - staging - overhead
@@ -142,10 +146,10 @@ def engine_memory(
 
 def own_share(config: JobConfig, device_bytes: int | None) -> float:
     """The share that an engine may take of a GPU of its own, beside which a version is staged; 0: the usual one."""
-    args = read_shape(config) if device_bytes and stages_on_device(config) else None
-    if args is None or device_bytes is None:
+    if not device_bytes or not stages_on_device(config):
         return 0.0
-    left = device_bytes * (1 - FRAGMENTS) - version_bytes(config, args) - CONTEXT - COMMUNICATOR
+    version = version_bytes(config, read_shape(config))
+    left = device_bytes * (1 - FRAGMENTS) - version - CONTEXT - COMMUNICATOR
     return max(0.0, min(USUAL_SHARE, int(1000 * left / device_bytes) / 1000))
 
 

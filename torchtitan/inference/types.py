@@ -67,7 +67,8 @@ def compact(experts: np.ndarray) -> np.ndarray:
     """In the smallest type that holds these numbers of experts. Raises ValueError where they are none."""
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < 1 << 16:
         raise ValueError(f"experts are numbered {int(experts.min())} to {int(experts.max())}")
-    return experts.astype("uint8" if not experts.size or int(experts.max()) < 1 << 8 else "uint16")
+    largest = int(experts.max()) if experts.size else 0
+    return experts.astype("uint8" if largest < 1 << 8 else "uint16")
 
 
 def check_routes(routes: Routes, tokens: int) -> None:

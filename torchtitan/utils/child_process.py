@@ -288,7 +288,10 @@ class ChildProcess:
         """Return its exit code, or -n if signal n has killed it; None while it runs. wrapped: another process started
         it, whose exit code tells the signal that killed it."""
         code = None if self._process is None else self._process.returncode
-        return 128 - code if wrapped and code is not None and code - 128 in set(signal.Signals) else code
+        # What isolates a process ends with 128 + n where signal n has killed it, as shells do.
+        if wrapped and code is not None and code - 128 in set(signal.Signals):
+            return 128 - code
+        return code
 
     def describe_end(self, wrapped: bool = False) -> str:
         """Return how it has ended; for `wrapped` see end_code."""

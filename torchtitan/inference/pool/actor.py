@@ -380,10 +380,13 @@ class Actor:
             if self.state is not ActorState.ASLEEP:
                 self._set_state(ActorState.ASLEEP)
             return
-        served = health.version if health.serves and health.epoch == self._epoch else None
-        unpublished = served is not None and not self._requests.is_published(served)
-        served = None if unpublished else served
-        before, self.version = self.version, None if served is None or served <= self._distrusted else served
+        served: int | None = None
+        unpublished = False
+        if health.serves and health.epoch == self._epoch and health.version is not None:
+            unpublished = not self._requests.is_published(health.version)
+            if not unpublished and health.version > self._distrusted:
+                served = health.version
+        before, self.version = self.version, served
         now = time.monotonic()
         if self.version is None:
             self._not_serving_since = self._not_serving_since or now

@@ -125,8 +125,10 @@ def _other_experts(config: JobConfig) -> float:
     and up to 0.069 · sqrt(L) in one text of 64 tokens; with replayed experts, nothing. The number of experts matters
     little: of 128 (8 a token), five to ten times as many tokens change one as of 8 (2 a token), and each changes less.
     In float32 such a token is rare."""
-    args = read_shape(config) if config.model.flavor or config.model.hf_assets_path else None
-    if args is None or args.experts is None:
+    if not config.model.flavor and not config.model.hf_assets_path:
+        return 0.0
+    args = read_shape(config)
+    if args.experts is None:
         return 0.0
     return 0.035 * math.sqrt(args.num_hidden_layers) if _rounds_to_bfloat16(config) else 0.01
 

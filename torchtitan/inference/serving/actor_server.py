@@ -309,7 +309,9 @@ def _with_weights(state: ActorState, weights: ActorState) -> ActorState:
         return state
     # An engine may pause in order to apply a version.
     pauses = state is ActorState.PAUSED and weights is ActorState.APPLYING
-    return weights if pauses or state in (ActorState.JOINING, ActorState.READY) else state
+    if pauses or state in (ActorState.JOINING, ActorState.READY):
+        return weights
+    return state
 
 
 def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:

@@ -267,7 +267,9 @@ def _parent() -> Path:
     """Where temporary files belong, unless its path is too long for sockets below it."""
     usual, short = Path(tempfile.gettempdir()), Path("/tmp")
     fits = len(os.fsencode(usual / f"{FOLDER_PREFIX}{RANDOM_PART}")) <= MAX_FOLDER_BYTES
-    return usual if fits or not os.access(short, os.W_OK) else short
+    if fits:
+        return usual
+    return short if os.access(short, os.W_OK) else usual
 
 
 def _make(parent: Path) -> tuple[Path, int | None]:

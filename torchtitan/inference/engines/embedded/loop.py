@@ -215,8 +215,12 @@ class EngineLoop:
                     self._fail_all(Unavailable("a weight update failed half-way"))
 
         update = _Update(version, work)
-        ordered = self.call(lambda: self._updates.append(update))
-        ordered.add_done_callback(lambda done: update.future.cancel() if done.cancelled() else None)
+
+        def cancel_with(ordered: Future[None]) -> None:
+            if ordered.cancelled():
+                update.future.cancel()
+
+        self.call(lambda: self._updates.append(update)).add_done_callback(cancel_with)
         limit = CALL_SECONDS + self._drain_timeout_s
         try:
             return update.future.result(limit)

@@ -372,8 +372,12 @@ def _user() -> str:
 
 def cores_of_workers(workers: int, cores: list[int]) -> str:
     """An equal share of `cores` for each worker, in SGLang's notation; where there are too few, workers share them."""
-    shares = [cores[i * len(cores) // workers : (i + 1) * len(cores) // workers] for i in range(workers)]
-    return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
+    shares: list[str] = []
+    for worker in range(workers):
+        first, end = worker * len(cores) // workers, (worker + 1) * len(cores) // workers
+        share = cores[first:end] or [cores[worker % len(cores)]]
+        shares.append(",".join(map(str, share)))
+    return "|".join(shares)
 
 
 class TokenLogProb(msgspec.Struct, array_like=True):

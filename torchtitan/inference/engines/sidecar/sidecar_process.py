@@ -78,7 +78,9 @@ def agent_command(engine: ForeignEngine, config: JobConfig, port_file: Path, num
 def agent_settings(engine: ForeignEngine, config: JobConfig) -> list[str]:
     """Return the run's options for an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
     share = own_share(config, device_bytes_of_driver())
-    memory = ["--memory-gb", str(config.inference.engine.memory_gb), *(["--device-share", str(share)] if share else [])]
+    memory = ["--memory-gb", str(config.inference.engine.memory_gb)]
+    if share:
+        memory += ["--device-share", str(share)]
     return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
 
 
@@ -87,19 +89,26 @@ def _settings_of_agents(engine: ForeignEngine, config: JobConfig) -> list[str]:
     size, drain_s = applied_bytes(config, args), config.inference.drain_s
     route = engine.find_route(inference.engine.route)
     # The pool may add our own options after these, so the engine's options travel as one value.
-    engine_args = dict(inference.engine.args) | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
-    return [
+    engine_args = dict(inference.engine.args)
+    if config.grpo.routing_replay:
+        engine_args[RETURN_ROUTES] = True
+    update_s = (sync.apply_deadline(size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT
+    settings = [
         "--route", route,
         "--tensor-parallel-size", str(inference.engine.tensor_parallel_size),
         "--sleep-level", str(inference.sleep_level if config.sleeps_between_batches else 0),
-        "--update-timeout", str((sync.apply_deadline(size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
+        "--update-timeout", str(update_s),
         "--startup-timeout", str(inference.startup_timeout_s),
-        # These transports move a version from device to device.
-        *(["--stage-on-device"] if TRANSPORTS[sync.transport].on_device else []),
-        *(["--verify-every", "1"] if config.verification == "digest" else []),
-        *(["--disk-path", sync.table.path] if sync.table.path and "://" not in sync.table.path else []),
         "--engine-arguments", json.dumps(engine_words(engine_args)),
     ]  # fmt: skip
+    # These transports move a version from device to device.
+    if TRANSPORTS[sync.transport].on_device:
+        settings.append("--stage-on-device")
+    if config.verification == "digest":
+        settings += ["--verify-every", "1"]
+    if sync.table.path and "://" not in sync.table.path:
+        settings += ["--disk-path", sync.table.path]
+    return settings
 
 
 def share_beside_trainer(config: JobConfig) -> float:

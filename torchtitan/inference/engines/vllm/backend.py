@@ -156,7 +156,9 @@ class ReceivingBackend(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise
             mailbox.offer(merged, MEETING_SECONDS, init_info.load_timeout_s)
 
-        holds = self._holds if self._holds is not None and self._holds.epoch == init_info.epoch else None
+        holds = self._holds
+        if holds is not None and holds.epoch != init_info.epoch:
+            holds = None
         group = get_tp_group()
         stages_on_device = init_info.stage_on_device and group.world_size == 1
         self._worker = Worker(

@@ -98,11 +98,10 @@ class LoadRecorder:
         """Whether these tensors are loaded into all parameters of the model by what was noted and nothing else."""
         noted = {id(getattr(layer, parameter)) for layer, parameter in self.loads}
         known = {name for load in self.loads.values() for name, _ in load.calls}
-        return (
-            known == set(names) != set()
-            and all(id(parameter) in noted for parameter in model.parameters())
-            and all(_is_simple(load) for load in self.loads.values())
-        )
+        if not known or known != set(names):
+            return False
+        are_all_noted = all(id(parameter) in noted for parameter in model.parameters())
+        return are_all_noted and all(map(_is_simple, self.loads.values()))
 
     def replay(self, model: nn.Module, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load these, which cover() has said yes to. dtype: the model's."""
@@ -150,7 +149,9 @@ def _is_simple(load: LoadRecord) -> bool:
     """Whether its loader, and perhaps the packing of the weight, are all that happens to it."""
     method, live = getattr(load.layer, "quant_method", None), getattr(load.layer, load.parameter)
     is_packed = load.parameter == "weight" and PACKED in load.layer.__dict__
-    return (method is None or type(method) in METHODS) and (is_packed or live.shape == load.empty.shape)
+    if method is not None and type(method) not in METHODS:
+        return False
+    return is_packed or bool(live.shape == load.empty.shape)
 
 
 def _joined(load: LoadRecord, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -164,14 +165,17 @@ def _joined(load: LoadRecord, pieces: Sequence[torch.Tensor]) -> torch.Tensor | 
         return None
     placed: dict[int, torch.Tensor] = {}
     for piece, (_, arguments) in zip(pieces, load.calls, strict=True):
-        shard = arguments.get("loaded_shard_id")
-        position = POSITIONS.get(shard, shard) if shard is None or isinstance(shard, str) else shard
+        position = arguments.get("loaded_shard_id")
+        if position is None or isinstance(position, str):
+            position = POSITIONS.get(position)
         if not isinstance(position, int) or position in placed:
             return None
         placed[position] = piece
     joined = in_one_piece([placed[position] for position in sorted(placed)])
     wanted = (load.empty.shape, load.empty.dtype, live.device)
-    return joined if joined is not None and (joined.shape, joined.dtype, joined.device) == wanted else None
+    if joined is None or (joined.shape, joined.dtype, joined.device) != wanted:
+        return None
+    return joined
 
 
 def in_one_piece(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
