@@ -62,7 +62,8 @@ def final_answer(text: str, in_words: bool = False) -> str | None:
     if boxed is not None:
         return tidy(boxed)
     text = text[-MAX_ANSWER_CHARACTERS:]
-    return (_last_words(text) if in_words else None) or _last_expression(text)
+    answer = _last_words(text) if in_words else None
+    return answer or _last_expression(text)
 
 
 def reference_text(gold: Any) -> str | None:
@@ -74,7 +75,9 @@ def reference_text(gold: Any) -> str | None:
         return gold
     if gold is None or isinstance(gold, Iterable):  # bytes too
         return None
-    return None if isinstance(gold, float) and not math.isfinite(gold) else str(gold)
+    if isinstance(gold, float) and not math.isfinite(gold):
+        return None
+    return str(gold)
 
 
 def gold_answer(gold: Any) -> str | None:
@@ -120,7 +123,9 @@ def _last_expression(text: str) -> str | None:
             inside = tidy(formula[formula.lastindex or 0])
             left, equals, right = inside.rpartition("=")
             named = re.fullmatch(r"\s*[a-zA-Z]*\s*|[^a-zA-Z]*", re.sub(r"\\[a-zA-Z]+", "", TEXT_MACRO.sub("", left)))
-            return right if equals and named and as_number(right) else inside
+            if equals and named and as_number(right):
+                return right
+            return inside
     for line in reversed(text.splitlines()):
         if EXPRESSION.search(line):
             words = BREAK.sub(" = ", tidy(TAG.sub(" ", line))).split()

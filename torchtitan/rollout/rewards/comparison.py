@@ -113,7 +113,8 @@ def compare(expected: str, answer: str | None, decide: Decide = undecided) -> fl
     Numbers are equal if their exact values are; if only one is a percentage, 50 % equals both 50 and 1/2. Words are
     equal if their letters and digits are. Tuples and sequences with dots have an order; sets and bare lists have none.
     """
-    answer = answer if answer is None or len(answer) <= MAX_ANSWER_CHARACTERS else None
+    if answer is not None and len(answer) > MAX_ANSWER_CHARACTERS:
+        answer = None
     if (verdict := _numbers(expected, answer)) is not None:
         return verdict
     if (verdict := _choices(expected, answer)) is not None:
@@ -179,12 +180,17 @@ def _differ(wanted: str, given: str) -> bool:
 def _quantities(wanted: Quantity, given: Quantity) -> float | None:
     a, b, kinds = wanted.value, given.value, {wanted.kind, given.kind}
     if kinds == {"", "%"}:
-        return float(a == b or (a / 100 == b if wanted.kind else a == b / 100))
+        percentage, number = (a, b) if wanted.kind == "%" else (b, a)
+        return float(number in (percentage, percentage / 100))
     if kinds & {"date", "day"}:
         return float((a, wanted.kind) == (b, given.kind))
-    if kinds <= DIMENSIONS:  # a unit may be left out
-        return float(a == b if "" in kinds else len(kinds) == 1 and a * wanted.unit == b * given.unit)
-    return float((a, wanted.kind) == (b, given.kind)) if wanted.kind[:1] == given.kind[:1] else None
+    if kinds <= DIMENSIONS:
+        if "" in kinds:  # a unit may be left out
+            return float(a == b)
+        return float(len(kinds) == 1 and a * wanted.unit == b * given.unit)
+    if wanted.kind[:1] != given.kind[:1]:
+        return None
+    return float((a, wanted.kind) == (b, given.kind))
 
 
 def _choices(expected: str, answer: str | None) -> float | None:
@@ -196,7 +202,9 @@ def _choices(expected: str, answer: str | None) -> float | None:
     if max(len(wanted_letters), len(given_letters)) < 2 or len(set(wanted_letters)) < len(wanted_letters):
         return None
     has_order = len(wanted_letters) > 2 and list(wanted_letters) != sorted(wanted_letters)
-    return float(wanted_letters == given_letters if has_order else sorted(wanted_letters) == sorted(given_letters))
+    if has_order:
+        return float(wanted_letters == given_letters)
+    return float(sorted(wanted_letters) == sorted(given_letters))
 
 
 def _texts(expected: str, answer: str | None) -> float | None:
@@ -271,7 +279,9 @@ def _may_be_product(text: str) -> bool:
     if letters & set("eiou"):
         return False
     neighbours = max(map(ord, letters)) - min(map(ord, letters)) == len(letters) - 1
-    return neighbours or len(letters) == 2 or not letters & set("a" if "x" in letters else "ay")
+    # Beside x, y is a variable.
+    vowels = {"a"} if "x" in letters else {"a", "y"}
+    return neighbours or len(letters) == 2 or letters.isdisjoint(vowels)
 
 
 def _sequences(expected: str, answer: str | None, decide: Decide) -> float | None:

@@ -102,13 +102,20 @@ _NAMES: dict[str, dict[str, str]] = {
     "dollars": {"dollar": "1", "cent": "1/100"},
     "euros": {"euro": "1"},
 }  # fmt: skip
-UNITS = {
-    name: (dimension, Fraction(size.partition("/")[0]) / Fraction(size.partition("/")[2] or "1"))
-    for dimension, sizes in _NAMES.items()
-    for names, size in sizes.items()
-    for single in names.split()
-    for name in (single, f"{single}s")
-}
+
+
+def _units() -> dict[str, tuple[str, Fraction]]:
+    """Return the dimension and the size of each unit, by its names in singular and plural."""
+    units: dict[str, tuple[str, Fraction]] = {}
+    for dimension, sizes in _NAMES.items():
+        for names, size in sizes.items():
+            top, _, bottom = size.partition("/")
+            for name in names.split():
+                units[name] = units[f"{name}s"] = dimension, Fraction(top) / Fraction(bottom or "1")
+    return units
+
+
+UNITS = _units()
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _MONTH = rf"(?P<month>(?ai:{'|'.join(_MONTHS)}))[a-z]*\.?"
 DATES = (
@@ -134,12 +141,18 @@ def tidy(text: str) -> str:
     if INTEGER.fullmatch(text) or len(text) > MAX_ANSWER_CHARACTERS:
         return text
     if not text.isascii():
-        text = SCRIPTS.sub(lambda match: f"{'^' if match['raised'] else '_'}{{{match[0].translate(TO_DIGITS)}}}", text)
+        text = SCRIPTS.sub(_in_braces, text)
         text = text.translate(CHARACTERS)
     if UNTIDY.search(text):
         for pattern, replacement in TIDY:
             text = pattern.sub(replacement, text)
     return text.strip()
+
+
+def _in_braces(script: re.Match[str]) -> str:
+    """Return raised or lowered digits as LaTeX writes them: ^{12} or _{12}."""
+    sign = "^" if script["raised"] else "_"
+    return f"{sign}{{{script[0].translate(TO_DIGITS)}}}"
 
 
 class Quantity(NamedTuple):
@@ -164,7 +177,7 @@ def as_number(text: str) -> Quantity | None:
     bare = text
     if "\\" in text:
         bare = TEXT_MACRO.sub(r" \1 ", text).replace("\\ ", " ").replace("\\,", " ")
-        bare = FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", bare)
+        bare = FRACTION.sub(_with_slash, bare)
     bare = bare.strip(" \n$").removesuffix(".").rstrip()
     if clock := CLOCK.fullmatch(bare):
         return Quantity(Fraction(int(clock[1]) * 60 + int(clock[2])), f":{(clock[3] or '').lower()}")
@@ -185,10 +198,18 @@ def as_number(text: str) -> Quantity | None:
         value = _value(match) * (SCALE[scale["scale"].lower()] if scale else 1)
     except (ValueError, ZeroDivisionError):
         return None
-    if unit is None or unit["percent"] or unit["power"]:
-        return Quantity(value, "%" if unit and unit["percent"] else "")
+    if unit is not None and unit["percent"]:
+        return Quantity(value, "%")
+    if unit is None or unit["power"]:
+        return Quantity(value)
     name = unit["short"] or unit["words"] or unit["script"] or ""
-    return Quantity(value, *UNITS.get(name, UNITS.get(name.casefold(), ("", Fraction(1)))))
+    known = UNITS.get(name) or UNITS.get(name.casefold())
+    return Quantity(value, *known) if known else Quantity(value)
+
+
+def _with_slash(fraction: re.Match[str]) -> str:
+    top, bottom = fraction[1] or fraction[2], fraction[3] or fraction[4]
+    return f" {top}/{bottom}"
 
 
 def _date(text: str) -> Quantity | None:
