@@ -68,6 +68,9 @@ class Access:
         ending = self.ledger.ending_refusal(main)
         # An error of the gateway itself says no more about the policy than an engine that gives no answer.
         breaks = ending is not None and ending.kind == INTERNAL
+        ended_by = ""
+        if ending is not None and not breaks:
+            ended_by = f"{ending.path}: {ending.reason}"
         return {
             "branches": branches_to_json([*side, *of_main]),
             "calls": calls,
@@ -76,7 +79,7 @@ class Access:
             "counts": counts,
             "side": len(side),
             "refusals": [*self.ledger.reasons(), *strangers.reasons()],
-            "ended_by": "" if ending is None or breaks else f"{ending.path}: {ending.reason}",
+            "ended_by": ended_by,
         }
 
 

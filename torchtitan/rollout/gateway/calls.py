@@ -215,8 +215,10 @@ def make_choice(
             unreadable.append((len(readable), str(found)))
     taken = readable if call.parallel_calls else readable[:1]
     text = turn.shown(turns.hidden)
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not taken else None}
-    message |= {"tool_calls": _named_calls(taken, name, call)} if taken else {}
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if taken:
+        message["content"] = text or None
+        message["tool_calls"] = _named_calls(taken, name, call)
     log_probs = log_prob_entries(completion, tokenizer) if call.log_probs else None
     return Choice(message, completion, stopped_by, unreadable, len(readable) - len(taken), log_probs)
 

@@ -102,7 +102,9 @@ class ConversationReader:
         if not self._instructions:
             return 0
         first, *others = self._instructions
-        line = (FIRST_LINE.fullmatch(first) if any(others) else None) or BILLING_LINE.match(first)
+        line = BILLING_LINE.match(first)
+        if any(others):
+            line = FIRST_LINE.fullmatch(first) or line
         return line.end() if line else 0
 
     def _note_instructions(self, role: str, texts: Sequence[str]) -> None:

@@ -379,10 +379,12 @@ class WorkerProcess:
         waiting = [call.future for call in self._calls.values() if not call.future.done()]
         code = self._process.end_code(wrapped=self._settings.isolation is not None)
         # Where it was stopped for a limit, episodes without a call have had their share in that.
-        others = self.users > 1 if self._reason else code is None or -code in OUTSIDE_SIGNALS
+        by_others = self.users > 1
+        if not self._reason:
+            by_others = code is None or -code in OUTSIDE_SIGNALS
         for future in waiting:
             self.broken = True
-            failure = CallFailed("crash", reason, in_flight=len(waiting), caused=len(waiting) == 1 and not others)
+            failure = CallFailed("crash", reason, in_flight=len(waiting), caused=len(waiting) == 1 and not by_others)
             future.set_exception(failure)
         self._calls.clear()
 
