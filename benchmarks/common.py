@@ -216,10 +216,11 @@ def once(note: Path, settings: Mapping[str, object], work: Callable[[], str]) ->
 
 
 def embedded_server(
-    folder: Path, model: Path, token: str, *words: object, said: IO[bytes] | None = None
+    folder: Path, model: Path, token: str, *words: object, output: IO[bytes] | None = None
 ) -> tuple[subprocess.Popen[bytes], str]:
     """(the embedded engine as a process of one thread that ends with this one, its URL). Its port is noted in folder;
-    words: further ones of its command line; said: where it writes, or else only errors where ours go."""
+    words: further ones of its command line; output: where it writes; without it, only its errors
+    are written, where ours go."""
     from torchtitan.utils.child_process import child_environment
 
     port = folder / "port"
@@ -229,7 +230,7 @@ def embedded_server(
     )  # fmt: skip
     environment = child_environment(1, BENCHMARK_TOKEN=token)
     process = subprocess.Popen(
-        [str(word) for word in command], env=environment, stdout=said or subprocess.DEVNULL, stderr=said
+        [str(word) for word in command], env=environment, stdout=output or subprocess.DEVNULL, stderr=output
     )
     wait_for(lambda: port.exists() or process.poll() is not None, 120, "the engine's port")
     if process.poll() is not None:

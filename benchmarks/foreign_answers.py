@@ -78,7 +78,7 @@ def serve(answers: Connection) -> None:
     """Answer every request with the bytes that were last sent; says the port first."""
     body = b""
 
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         if lengths:
@@ -94,7 +94,7 @@ def serve(answers: Connection) -> None:
 
     async def run() -> None:
         nonlocal body
-        server = await asyncio.start_server(one, "127.0.0.1", 0)
+        server = await asyncio.start_server(answer_request, "127.0.0.1", 0)
         answers.send(server.sockets[0].getsockname()[1])
         while (got := await asyncio.to_thread(answers.recv_bytes)) != b"":
             body = got

@@ -167,22 +167,22 @@ def main() -> None:
 
         turns = itertools.count()
 
-        def asked() -> list[GenerateRequest]:
+        def next_requests() -> list[GenerateRequest]:
             return requests(prompts, arguments.samples, arguments.new_tokens, next(turns))
 
         async def over_http() -> None:
-            answers = await asyncio.gather(*(handler.generate(request, REQUEST_SECONDS) for request in asked()))
+            answers = await asyncio.gather(*(handler.generate(request, REQUEST_SECONDS) for request in next_requests()))
             assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
         def in_process() -> None:
-            answers = engine.generate(asked())
+            answers = engine.generate(next_requests())
             assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
-        def theirs() -> None:
+        def with_transformers() -> None:
             transformers_run(model, prompts, arguments.samples, arguments.new_tokens)
 
         ways = {
-            "transformers": lambda: common.timed(theirs),
+            "transformers": lambda: common.timed(with_transformers),
             "engine": lambda: common.timed(in_process),
             "http": lambda: common.timed(lambda: loop.run_until_complete(over_http())),
         }
@@ -234,7 +234,7 @@ def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
         prompts = torch.randint(1, 49152, (arguments.prompts, arguments.prompt_length))
         turns = itertools.count()
 
-        def ours(engine: Engine) -> None:
+        def run_engine(engine: Engine) -> None:
             answers = engine.generate(requests(prompts, arguments.samples, arguments.new_tokens, next(turns)))
             assert sum(len(completion.log_probs) for answer in answers for completion in answer) == total
 
@@ -245,7 +245,7 @@ def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
             ways[f"{name}transformers"] = lambda: processor_seconds(
                 lambda: transformers_run(model, prompts, arguments.samples, arguments.new_tokens)
             )
-            ways[f"{name}engine"] = lambda: processor_seconds(lambda: ours(engine))
+            ways[f"{name}engine"] = lambda: processor_seconds(lambda: run_engine(engine))
 
         for name, dtype in TYPES.items():
             add(name, dtype)
@@ -256,13 +256,13 @@ def real_shape(arguments: argparse.Namespace, cores: list[int]) -> None:
         else:
             vllm = start_vllm(python, directory, prompts, arguments)
 
-            def theirs() -> float:
+            def time_vllm() -> float:
                 assert vllm is not None and vllm.stdin is not None and vllm.stdout is not None
                 vllm.stdin.write("\n")
                 vllm.stdin.flush()
                 return seconds_of(vllm)
 
-            ways["vllm_cpu"] = theirs
+            ways["vllm_cpu"] = time_vllm
         try:
             seconds = common.interleaved(ways, arguments.repeats, arguments.warm_up)
         finally:

@@ -50,7 +50,7 @@ class Run:
         token = secrets.token_urlsafe(16)
         with (folder / "server.log").open("ab") as log:
             words = ("--require-version", "--max-length", 32)
-            self.server, url = common.embedded_server(folder, model, token, *words, said=log)
+            self.server, url = common.embedded_server(folder, model, token, *words, output=log)
         command = (
             sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", 2,
             "--max-restarts", restarts, "-m", "torchtitan.grpo_train",

@@ -204,21 +204,21 @@ def main() -> None:
         folder = Path(name)
         longest = make_inputs(folder, PROMPTS * (steps + 4), case, arguments.questions)
         for seed in range(seeds):
-            for who, work in (("ours", ours), ("trl", trl))[:: 1 if seed % 2 == 0 else -1]:
+            for trainer, work in (("ours", ours), ("trl", trl))[:: 1 if seed % 2 == 0 else -1]:
                 new_tokens = case.new_tokens[seed % len(case.new_tokens)]
-                found[who].append(work(folder, seed, steps, case.generations, new_tokens, longest))
-                seconds, rewards = found[who][-1]
+                found[trainer].append(work(folder, seed, steps, case.generations, new_tokens, longest))
+                seconds, rewards = found[trainer][-1]
                 middle = statistics.median(seconds[WARM_STEPS:])
                 common.progress(
-                    f"{who}, seed {seed}: {middle:.3f} s a step, reward {rewards[0]:.3f} → {rewards[-1]:.3f}"
+                    f"{trainer}, seed {seed}: {middle:.3f} s a step, reward {rewards[0]:.3f} → {rewards[-1]:.3f}"
                 )
     ratios = [
-        statistics.median(mine[0][WARM_STEPS:]) / statistics.median(peer[0][WARM_STEPS:])
-        for mine, peer in zip(found["ours"], found["trl"], strict=True)
+        statistics.median(our_run[0][WARM_STEPS:]) / statistics.median(trl_run[0][WARM_STEPS:])
+        for our_run, trl_run in zip(found["ours"], found["trl"], strict=True)
     ]
     last = {
-        who: statistics.mean(statistics.mean(rewards[-LAST_STEPS:]) for _, rewards in runs)
-        for who, runs in found.items()
+        trainer: statistics.mean(statistics.mean(rewards[-LAST_STEPS:]) for _, rewards in runs)
+        for trainer, runs in found.items()
     }
     ratio = "step_ratio_short" if arguments.case == "short" else "step_ratio"
     figures = {
@@ -227,8 +227,8 @@ def main() -> None:
         "reward_ours": last["ours"],
         "reward_trl": last["trl"],
         **{
-            f"step_s_{who}": statistics.median(value for seconds, _ in runs for value in seconds[WARM_STEPS:])
-            for who, runs in found.items()
+            f"step_s_{trainer}": statistics.median(value for seconds, _ in runs for value in seconds[WARM_STEPS:])
+            for trainer, runs in found.items()
         },
     }
     conditions = {

@@ -116,9 +116,9 @@ def accuracy(options: dict[str, Any]) -> dict[str, Any]:
     for kind in BETAS:
         case, exact = (Case(*shape, dtype, 1.0) for dtype in (torch.float32, torch.float64))
         expected = exact.found(full(exact, kind))
-        mine, peer = (case.found(run(case, kind)) for run in (ours, trl))
-        pairs = {"fp32_error_ours": (mine, expected), "fp32_error_trl": (peer, expected)}
-        pairs["difference_to_trl"] = (mine, tuple(tensor.double() for tensor in peer))
+        our_values, trl_values = (case.found(run(case, kind)) for run in (ours, trl))
+        pairs = {"fp32_error_ours": (our_values, expected), "fp32_error_trl": (trl_values, expected)}
+        pairs["difference_to_trl"] = (our_values, tuple(tensor.double() for tensor in trl_values))
         for name, (found, reference) in pairs.items():
             errors = [error(value, other) for value, other in zip(found, reference, strict=True)]
             worst[name] = max(worst[name], *errors)
