@@ -260,18 +260,18 @@ class SimRuntime:
                 machine.at(latency, caller, lambda: settle(lambda: on_failure(f"{address} refused")), MESSAGE)
             elif not found[0].cut_off and not caller.cut_off and not over:
                 server, accept = found
-                mine, other = SimChannel(caller, latency), SimChannel(server, latency)
-                mine.peer, other.peer = other, mine
-                mine.peer_host, other.peer_host = server.name, caller.name
+                caller_end, server_end = SimChannel(caller, latency), SimChannel(server, latency)
+                caller_end.peer, server_end.peer = server_end, caller_end
+                caller_end.peer_host, server_end.peer_host = server.name, caller.name
 
                 def opened() -> None:
                     if over:
-                        mine.close("cancelled")
+                        caller_end.close("cancelled")
                     else:
-                        settle(lambda: on_open(mine))
+                        settle(lambda: on_open(caller_end))
 
                 # These come before anything else that reaches either end.
-                for end, what in ((mine, opened), (other, lambda: accept(other))):
+                for end, what in ((caller_end, opened), (server_end, lambda: accept(server_end))):
                     end.inbox.append(what)
                     machine.at(0.0, end.process, end.receive, MESSAGE)
 
