@@ -131,7 +131,7 @@ def as_json(answers: list[ReplicaAnswer]) -> dict[str, Any]:
     }
 
 
-def told(folder: str, parts: list[dict[str, Any]]) -> list[Any]:
+def play_parts(folder: str, parts: list[dict[str, Any]]) -> list[Any]:
     """What happens in each part, one engine after the other in the same process."""
     results = []
     with own_sockets():

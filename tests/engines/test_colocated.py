@@ -48,9 +48,9 @@ def launched(
         if ranks == 1:
             model, options = str(engine_model(False, "float32", 0)), ["--inference.dtype", "float32"]
             parts[ADAPTED] = {"function": "adapted", "model": model, "options": options, "prompt": PROMPTS[0]}
-        folder = tmp_path_factory.mktemp("told")
+        folder = tmp_path_factory.mktemp("parts")
         seen = run_distributed(
-            "tests.engines.colocated_parts:told", ranks, timeout=400.0, python=vllm_python,
+            "tests.engines.colocated_parts:play_parts", ranks, timeout=400.0, python=vllm_python,
             folder=str(folder), parts=list(parts.values()),
         )  # fmt: skip
         return folder, dict(zip(parts, zip(*seen, strict=True), strict=True))
@@ -59,7 +59,7 @@ def launched(
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def told(request: pytest.FixtureRequest, launched: Launched, engine_model: Callable[..., Path]) -> dict[str, Any]:
+def story(request: pytest.FixtureRequest, launched: Launched, engine_model: Callable[..., Path]) -> dict[str, Any]:
     """What the ranks of one layout did and saw, from one start of the engine."""
     ranks, _, tied, dtype, kv = LAYOUTS[request.param]
     models = [engine_model(tied, dtype, seed) for seed in (0, 1)]
@@ -89,29 +89,29 @@ def completions(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", [0, 1], ids=["first", "second"])
-def test_log_probs_are_those_of_the_version_that_the_tokens_carry(told: dict[str, Any], version: int) -> None:
+def test_log_probs_are_those_of_the_version_that_the_tokens_carry(story: dict[str, Any], version: int) -> None:
     found: list[float] = []
     for number, prompt in enumerate(PROMPTS):
-        group = completions(told, f"{('first', 'second')[version]}-{number}")
+        group = completions(story, f"{('first', 'second')[version]}-{number}")
         assert len(group) == 2
         assert group[0]["token_ids"] != group[1]["token_ids"]
         for completion in group:
             length = len(completion["token_ids"])
             assert completion["spans"] == [{"epoch": "e1-test", "version": version, "start": 0, "end": length}]
-            found += differences(told["models"][version], told["dtype"], prompt, completion)
-    assert_close(found, told["dtype"])
+            found += differences(story["models"][version], story["dtype"], prompt, completion)
+    assert_close(found, story["dtype"])
 
 
 @pytest.mark.parametrize("version", [0, 1], ids=["first", "second"])
-def test_greedy_tokens_are_those_of_transformers(told: dict[str, Any], version: int) -> None:
+def test_greedy_tokens_are_those_of_transformers(story: dict[str, Any], version: int) -> None:
     """In bfloat16 two tokens can be as likely as each other; the log-prob says that the engine took a best one."""
     for number, prompt in enumerate(PROMPTS):
-        (completion,) = completions(told, f"{('first', 'second')[version]}-greedy-{number}")
-        expected = greedy(told["models"][version], prompt, 24, told["dtype"])
-        if told["dtype"] == "float32":
+        (completion,) = completions(story, f"{('first', 'second')[version]}-greedy-{number}")
+        expected = greedy(story["models"][version], prompt, 24, story["dtype"])
+        if story["dtype"] == "float32":
             assert [*completion["token_ids"]] == without_end(expected, completion)
         else:
-            assert_close(differences(told["models"][version], told["dtype"], prompt, completion), told["dtype"])
+            assert_close(differences(story["models"][version], story["dtype"], prompt, completion), story["dtype"])
 
 
 def without_end(expected: list[int], completion: dict[str, Any]) -> list[int]:
@@ -119,35 +119,35 @@ def without_end(expected: list[int], completion: dict[str, Any]) -> list[int]:
     return [*expected, *completion["token_ids"][len(expected) :]]
 
 
-def test_samples_that_live_through_a_new_version_carry_both(told: dict[str, Any]) -> None:
+def test_samples_that_live_through_a_new_version_carry_both(story: dict[str, Any]) -> None:
     for number in range(2):
-        for completion in completions(told, f"across-{number}"):
+        for completion in completions(story, f"across-{number}"):
             assert len(completion["spans"]) == 2, completion
             first, second = completion["spans"]
             assert (first["version"], second["version"]) == (0, 1)
             assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == len(completion["token_ids"])
-            before = differences(told["models"][0], told["dtype"], LONG, completion)[: first["end"]]
-            assert_close(before, told["dtype"])
-            after = differences(told["models"][1], told["dtype"], LONG, completion, second["start"])
-            if told["kv"] == "recompute":
+            before = differences(story["models"][0], story["dtype"], LONG, completion)[: first["end"]]
+            assert_close(before, story["dtype"])
+            after = differences(story["models"][1], story["dtype"], LONG, completion, second["start"])
+            if story["kv"] == "recompute":
                 # With the KV cache made anew nothing of the old weights is left.
-                assert_close(after, told["dtype"])
+                assert_close(after, story["dtype"])
             else:
                 assert sum(after) / len(after) > 0.05
 
 
-def test_nothing_cached_with_old_weights_reaches_new_samples(told: dict[str, Any]) -> None:
+def test_nothing_cached_with_old_weights_reaches_new_samples(story: dict[str, Any]) -> None:
     """Their prompt's blocks are still held by samples that began with the old weights. Those that waited in the engine
     while the weights changed are new samples too."""
     for name in ("second-long-0", "second-long-1", "late-0", "late-1"):
-        for completion in completions(told, name):
+        for completion in completions(story, name):
             assert [span["version"] for span in completion["spans"]] == [1]
-            assert_close(differences(told["models"][1], told["dtype"], LONG, completion), told["dtype"])
+            assert_close(differences(story["models"][1], story["dtype"], LONG, completion), story["dtype"])
 
 
-def test_the_ranks_of_a_group_sample_the_same_tokens(told: dict[str, Any]) -> None:
-    seen = told["seen"]
-    if told["ranks"] == 1:
+def test_the_ranks_of_a_group_sample_the_same_tokens(story: dict[str, Any]) -> None:
+    seen = story["seen"]
+    if story["ranks"] == 1:
         assert seen[0]["tokens"]
     elif len(seen[0]["actors"]) == 1:
         assert seen[0]["tokens"] == seen[1]["tokens"]
@@ -157,17 +157,17 @@ def test_the_ranks_of_a_group_sample_the_same_tokens(told: dict[str, Any]) -> No
         assert not set(seen[0]["tokens"]) & set(seen[1]["tokens"])
 
 
-def test_what_the_engine_cannot_take_is_refused_alone(told: dict[str, Any]) -> None:
-    assert "256" in told["answers"]["too-long"]["refused"]
+def test_what_the_engine_cannot_take_is_refused_alone(story: dict[str, Any]) -> None:
+    assert "256" in story["answers"]["too-long"]["refused"]
     # Log-probs among tokens that nobody knows would mean nothing.
-    assert "which tokens were kept" in told["answers"]["truncated"]["refused"]
-    assert len(completions(told, "fits")[0]["token_ids"]) == 4
+    assert "which tokens were kept" in story["answers"]["truncated"]["refused"]
+    assert len(completions(story, "fits")[0]["token_ids"]) == 4
 
 
-def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
+def test_engine_beside_the_trainer(story: dict[str, Any]) -> None:
     """It leaves the trainer's random numbers alone, and the threads that it chose before (afterwards nobody can), drops
     what nobody waits for, refuses to sample with old weights, and leaves no shared memory behind."""
-    for rank in told["seen"]:
+    for rank in story["seen"]:
         assert rank["random_numbers_kept"] and rank["threads"] == 2
         assert rank["dropped"]
         assert "holds weights e1-test/1 instead of e1-test/2" in rank["stale"]

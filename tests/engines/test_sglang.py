@@ -104,7 +104,7 @@ def test_samples_have_the_log_probs_that_they_were_drawn_with(agent: Actor, mode
             return trainer.logits([*PROMPT, *sample.token_ids])[len(PROMPT) - 1 : -1]
 
         samples = agent.generate(PROMPT, 8, n=8, temperature=0.7)
-        assert len({tuple(one.token_ids) for one in samples}) > 4
+        assert len({tuple(sample.token_ids) for sample in samples}) > 4
         for completion in samples:
             assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
             every = (logits_of(completion) / 0.7).log_softmax(-1)

@@ -94,7 +94,7 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
         assert not behind.events("environment_failed")
     tokenizer = Tokenizer(model)
     for played in groups:
-        assert len({tuple(one.branches[0].token_ids) for one in played}) == len(played) == EPISODES
+        assert len({tuple(trajectory.branches[0].token_ids) for trajectory in played}) == len(played) == EPISODES
     for trajectory in (episode for played in groups for episode in played):
         (branch,) = trajectory.branches
         asked = tokenizer.decode(branch.segments[0].token_ids, skip_special=False)

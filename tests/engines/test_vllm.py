@@ -72,7 +72,7 @@ class Server:
         return self.actor
 
     @property
-    def begun(self) -> Path:
+    def load_begun(self) -> Path:
         """Exists while a load is held in its middle."""
         return self.hold.with_suffix(".begun")
 
@@ -306,7 +306,7 @@ def hold_a_load(server: Server, trainer: Trainer) -> None:
     trainer.bring()
     server.hold.touch()
     trainer.publish()
-    trainer.wait_for(server.begun.exists)
+    trainer.wait_for(server.load_begun.exists)
 
 
 def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
@@ -349,7 +349,7 @@ def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     assert not [path for path in sockets if path.parent.exists()]
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "evicted")
     server.hold.unlink()
-    server.begun.unlink()
+    server.load_begun.unlink()
     server.start(*BY_FILES)
     assert server.actor.health()["state"] == "joining"
     server.actor.connect(trainer)

@@ -65,10 +65,10 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
         # As a redone group would be, and no two episodes of one are alike.
         again = (await play(behind, f"{HERE}:play", 6))[1]
         assert [sample.branches[0].token_ids for sample in again] == [sample.branches[0].token_ids for sample in played]
-        assert len({tuple(one.branches[0].token_ids) for one in played}) == 6
+        assert len({tuple(trajectory.branches[0].token_ids) for trajectory in played}) == 6
 
         _, played = await play(behind, f"{sys.executable} -m {HERE}", 2)
-        assert [one.reward for one in played] == [0.25, 0.25]
+        assert [trajectory.reward for trajectory in played] == [0.25, 0.25]
         _, played = await play(behind, f"{HERE}:shouts", 2)
         assert len(played) == 2 and behind.events("environment_output_cut")
 
@@ -78,13 +78,13 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
             ("silent", None, Failure.NOT_BEGUN),
         ):
             player, played = await play(behind, f"{HERE}:{name}", 2)
-            assert [one.failure for one in played] == [failure] * 2, name
+            assert [trajectory.failure for trajectory in played] == [failure] * 2, name
             if reason:
                 assert any(reason in event["reason"] for event in behind.events("environment_failed")), name
         config.environment.episode_timeout_s = 1.0
         for name, failure in (("hangs", Failure.LOST), ("hangs_in_a_loop", Failure.NOT_BEGUN)):
             player, played = await play(behind, f"{HERE}:{name}", 1)
-            assert [one.failure for one in played] == [failure] and sum(
+            assert [trajectory.failure for trajectory in played] == [failure] and sum(
                 component.statistics["timeouts"] for component in player.counting
             ) == 2, name
 

@@ -268,19 +268,19 @@ def test_ends_with_its_parent_and_asks_for_sense(tiny_checkpoint: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--token-env", "NOT_SET_ANYWHERE"], "not set"),
         (["--max-sequences", "0"], "at least 1"),
         (["--dtype", "int4"], "invalid choice"),
     ],
 )
-def test_bad_command_lines(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from torchtitan.inference.engines.embedded.__main__ import main
 
     with pytest.raises(SystemExit) as ended:
         main(["--model", "x", *arguments])
-    assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def in_process(directory: Path, scenario: Callable[[EngineServer, Client], Awaitable[None]], **options: Any) -> None:

@@ -168,12 +168,12 @@ def behind_logits(behind: Behind, ids: list[int], version: int) -> Any:
 
         first = transformers.AutoModelForCausalLM.from_pretrained(behind.gateway._settings["model"]).eval()
         trainer.versions = [first]  # type: ignore[attr-defined]
-        mine = trainer.model
+        current_model = trainer.model
         for number in range(1, trainer.version + 1):
             trainer.model = copy.deepcopy(trainer.versions[-1])  # type: ignore[attr-defined]
             trainer.change(number)
             trainer.versions.append(trainer.model)  # type: ignore[attr-defined]
-        trainer.model = mine
+        trainer.model = current_model
     with torch.no_grad():
         return trainer.versions[version](torch.tensor([ids])).logits[0].float()  # type: ignore[attr-defined]
 

@@ -74,7 +74,7 @@ class Story:
     """Finished groups that the checkpoint held"""
     policies: list[str | None]
     """OMP_WAIT_POLICY of what the run has started"""
-    said: str
+    output: str
     """What the run wrote first, with the settings of OpenMP in the ranks and in the process that actors come from"""
 
 
@@ -241,7 +241,7 @@ def test_report_shows_the_run(story: Story) -> None:
 def test_threads_of_a_run_sleep_while_they_wait(story: Story) -> None:
     assert len(story.policies) >= 3 and set(story.policies) == {"PASSIVE"}, "actors, a rewards' worker, a weight server"
     # Two ranks, and the fork server, in which the library is loaded once for all actors.
-    assert story.said.count(SAYS.format(0)) == story.said.count(SAYS.partition("{")[0]) == 3
+    assert story.output.count(SAYS.format(0)) == story.output.count(SAYS.partition("{")[0]) == 3
 
 
 def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:

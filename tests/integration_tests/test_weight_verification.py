@@ -72,11 +72,11 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         assert status == 503 and "version 1 as it was sent: bucket " in answer["error"]
         assert "model.layers.1.self_attn.k_proj.weight" in answer["error"]
 
-        def told() -> str:
+        def registry_log() -> str:
             return (tmp_path / "weight_sync" / "registry.jsonl").read_text()
 
-        await eventually(lambda: '"poisoned"' in told())
-        (line,) = [line for line in told().splitlines() if '"poisoned"' in line]
+        await eventually(lambda: '"poisoned"' in registry_log())
+        (line,) = [line for line in registry_log().splitlines() if '"poisoned"' in line]
         assert "model.layers.1.self_attn.k_proj.weight" in line
         # The same version again, whole this time.
         health = await client.until(
