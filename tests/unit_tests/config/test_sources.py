@@ -118,7 +118,7 @@ def test_every_key_that_a_source_may_have_is_checked_as_in_its_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "said"),
+    ("sources", "problem"),
     [
         ([{"name": "a", "weight": 0}], r'\[\[source\]\] "a": weight = 0 is not allowed: must be greater than 0'),
         ([{"name": "a", "weight": -1.0}], "must be greater than 0"),
@@ -144,9 +144,9 @@ def test_every_key_that_a_source_may_have_is_checked_as_in_its_table() -> None:
           for name, agent in (("a", "true"), ("b", "false"))], "gateway.port = 8123 is that of 2 gateways"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_with_their_source(sources: Any, said: str) -> None:
+def test_mistakes_are_told_with_their_source(sources: Any, problem: str) -> None:
     tables = {"model": {"name": "qwen3", "flavor": "0.6B"}, "source": sources}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         validated(draft(tables), planning=True)
 
 

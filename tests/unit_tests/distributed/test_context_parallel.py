@@ -42,16 +42,16 @@ def attend_in_parts(heads: int, key_heads: int) -> dict[str, float]:
     dist.all_reduce(sinks)
     rows = torch.tensor([0, 3, 4, 19, 20, 32])
     bounds = context.bounds(rows, tokens)
-    mine = rows[bounds[context.rank] : bounds[context.rank + 1]].double().requires_grad_()
-    gathered = context.gather(mine, bounds)
+    own_rows = rows[bounds[context.rank] : bounds[context.rank + 1]].double().requires_grad_()
+    gathered = context.gather(own_rows, bounds)
     gathered.square().sum().backward()
-    assert mine.grad is not None
+    assert own_rows.grad is not None
     return {
         "out": float((out - expected[part]).abs().max()),
         "gradient": max(float((f - g[part]).abs().max()) for f, g in zip(found[:3], gradients[:3], strict=True)),
         "sinks": float((sinks - gradients[3]).abs().max()),
         "gathered": float((gathered - rows).abs().max()),
-        "of_gathered": float((mine.grad - 2 * mine).abs().sum()),
+        "of_gathered": float((own_rows.grad - 2 * own_rows).abs().sum()),
     }
 
 

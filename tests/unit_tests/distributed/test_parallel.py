@@ -101,9 +101,9 @@ def _data(vocabulary: int) -> list[dict[str, torch.Tensor]]:
 def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
     """One optimizer step on this rank's share of the data; returns the loss, entropy and gradient norm of the whole."""
     sequences = _data(policy.args.vocab_size)
-    mine = sequences[dims.dp_rank :: dims.dp_size]
-    pack = {key: torch.cat([sequence[key] for sequence in mine]) for key in sequences[0]}
-    layout = PackedLayout([len(sequence["tokens"]) for sequence in mine])
+    own_sequences = sequences[dims.dp_rank :: dims.dp_size]
+    pack = {key: torch.cat([sequence[key] for sequence in own_sequences]) for key in sequences[0]}
+    layout = PackedLayout([len(sequence["tokens"]) for sequence in own_sequences])
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), pack["counts"].cumsum(0)))
     kept = KeptTokens(offsets, pack["kept"])
     log_probs, entropy = policy(pack["tokens"], layout, pack["targets"], TEMPERATURE, kept)

@@ -23,7 +23,7 @@ def pool(replicas: int = 1, max_sequences: int = 4) -> ReplicaPool:
 
 
 def names(round_: Round) -> list[int]:
-    return [len(mine) for mine in round_.requests]
+    return [len(requests) for requests in round_.requests]
 
 
 @asynchronous
@@ -50,7 +50,7 @@ async def test_the_least_loaded_replica_gets_a_whole_group() -> None:
     await asyncio.sleep(0)
     first = shared.begin_round(0)
     # 3 | 1 1 1 and then one group more than fits on each side; the last waits.
-    assert [[query.sampling.n for query in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
+    assert [[query.sampling.n for query in requests] for requests in first.requests] == [[3, 4], [1, 1, 1, 4]]
     shared.finish_round([])
     assert names(shared.begin_round(0)) == [0, 0]
     await shared.close()
@@ -68,14 +68,16 @@ async def test_an_abandoned_request_is_cancelled_in_the_engine() -> None:
     task = asyncio.create_task(shared.generate(request()))
     other = asyncio.create_task(shared.generate(request(n=1)))
     await asyncio.sleep(0)
-    (mine,) = shared.begin_round(0).requests
+    (requests,) = shared.begin_round(0).requests
     shared.finish_round([])
     task.cancel()
     await finished([task])
     command = shared.begin_round(0)
-    assert command.cancelled == [mine[0].request_id]
+    assert command.cancelled == [requests[0].request_id]
     # Its answer was on the way: it is passed over, and the place is free for another.
-    shared.finish_round([ReplicaAnswer(mine[0].request_id), ReplicaAnswer(mine[1].request_id, [completion("b.0")])])
+    shared.finish_round(
+        [ReplicaAnswer(requests[0].request_id), ReplicaAnswer(requests[1].request_id, [completion("b.0")])]
+    )
     assert len(await other) == 1
     assert not shared.wanted(0)
 

@@ -353,7 +353,7 @@ def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "sampling", "said"),
+    ("prompt", "sampling", "problem"),
     [
         ([], {}, "prompt_ids"),
         ([1, 128], {}, "0..127"),
@@ -376,10 +376,10 @@ def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
     ],
 )
 def test_invalid_requests(
-    tiny_checkpoint: Callable[..., Path], prompt: Any, sampling: dict[str, Any], said: str
+    tiny_checkpoint: Callable[..., Path], prompt: Any, sampling: dict[str, Any], problem: str
 ) -> None:
     engine = Engine(load_policy(tiny_checkpoint()), 1, 64)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=problem):
         engine.submit(GenerateRequest("a", prompt, SamplingParameters(**{"max_tokens": 4, **sampling})))
 
 

@@ -98,16 +98,16 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     return make
 
 
-@pytest.mark.parametrize("theirs", ["2.29.7", "2.30.7"])
+@pytest.mark.parametrize("engines_nccl", ["2.29.7", "2.30.7"])
 def test_communicators_need_one_version_of_nccl(
-    theirs: str, environments: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+    engines_nccl: str, environments: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = environments("engine", theirs)
+    engine = environments("engine", engines_nccl)
     monkeypatch.setattr(sys, "executable", environments("trainer", "2.29.7"))
     config = JobConfig()
     config.inference.backend, config.inference.engine.python = "vllm", engine
     config.model.name, config.model.flavor = "qwen3", "0.6B"
-    differs = theirs != "2.29.7"
+    differs = engines_nccl != "2.29.7"
     plan = describe_plan(config, 1)
     assert ("# WARNING: the trainer has NCCL 2.29.7 and vllm has 2.30.7" in plan) is differs
     # What the engine's environment has, without its build.

@@ -66,7 +66,7 @@ def test_a_server_with_the_runs_model_and_settings_lacks_nothing(checkpoint: Pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "beginning"),
     [
         ({"rope_theta": 5000.0}, "its rope-theta is 5000, and this job needs"),
         ({"vocab_size": 77}, "its vocabulary is 77, and this job needs"),
@@ -76,25 +76,25 @@ def test_a_server_with_the_runs_model_and_settings_lacks_nothing(checkpoint: Pat
     ],
 )
 def test_another_model_is_told_by_what_differs(
-    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], said: str
+    checkpoint: Path, tmp_path: Path, changes: dict[str, Any], beginning: str
 ) -> None:
     other = changed_copy(checkpoint, tmp_path / "other", **changes)
     sentences = differing(demands(make_config(checkpoint)), offered(other))
-    assert any(sentence.startswith(said) for sentence in sentences), sentences
+    assert any(sentence.startswith(beginning) for sentence in sentences), sentences
     # The rest of the model is the same.
     assert len(sentences) <= 2
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         (["--dtype", "bfloat16"], "its dtype is bfloat16, and this job needs float32"),
         (["--max-length", "8"], "its max-length is 8, and this job needs 32 or more"),
         (["--in-flight-kv", "recompute"], "its in-flight-kv is recompute, and this job needs keep"),
     ],
 )
-def test_other_settings_are_told_by_name(checkpoint: Path, options: list[str], said: str) -> None:
-    assert differing(demands(make_config(checkpoint)), offered(checkpoint, *options)) == [said]
+def test_other_settings_are_told_by_name(checkpoint: Path, options: list[str], sentence: str) -> None:
+    assert differing(demands(make_config(checkpoint)), offered(checkpoint, *options)) == [sentence]
 
 
 @asynchronous

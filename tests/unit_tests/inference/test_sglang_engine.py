@@ -142,15 +142,15 @@ def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 1)
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
 
-    def told(workers: int, gpu: bool = False) -> str | None:
+    def bound_cores(workers: int, gpu: bool = False) -> str | None:
         monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
         options = EngineOptions("a", "m", "", "agent", Path(), "", 0, tensor_parallel_size=workers)
         return sglang_engine.ENGINE.command(options)[1].get("SGLANG_CPU_OMP_THREADS_BIND")
 
-    assert [told(workers) for workers in (1, 2, 3, 5)] == [None, "0,1|4,5", "0|1|4,5", "0|0|1|4|5"]
-    assert told(2, gpu=True) is None
+    assert [bound_cores(workers) for workers in (1, 2, 3, 5)] == [None, "0,1|4,5", "0|1|4,5", "0|0|1|4|5"]
+    assert bound_cores(2, gpu=True) is None
     monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 2)  # it gives each worker one by itself
-    assert told(2) is None and told(3) is not None
+    assert bound_cores(2) is None and bound_cores(3) is not None
     monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 1)
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "7|8")
-    assert told(2) == "7|8"
+    assert bound_cores(2) == "7|8"

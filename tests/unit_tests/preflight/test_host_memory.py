@@ -100,7 +100,7 @@ def test_this_machines_own_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "limit", "said"),
+    ("words", "limit", "problem"),
     [
         (
             "--weight_sync.num_slots 10000000",
@@ -114,11 +114,11 @@ def test_this_machines_own_figures() -> None:
     ],
 )
 def test_what_cannot_fit_is_refused(
-    words: str, limit: int, said: str, of_machine: Machine, write_config: WriteConfig
+    words: str, limit: int, problem: str, of_machine: Machine, write_config: WriteConfig
 ) -> None:
     of_machine(V2, {"job/run/memory.max": limit, "job/run/memory.current": 0})
     arguments = [*write_config(), *words.split()]
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=problem) as refused:
         load_config(arguments)
     assert len(refused.value.problems) == 1
     assert load_config([*arguments, "--dry-run"]), "a plan may be for another machine"

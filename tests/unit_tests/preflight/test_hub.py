@@ -100,7 +100,7 @@ def test_weights_are_not_downloaded_for_a_plan_or_a_configuration_with_mistakes(
 
 
 @pytest.mark.parametrize(
-    ("refuses", "said"),
+    ("refuses", "reason"),
     [
         (
             {"token": "sesame"},
@@ -114,12 +114,12 @@ def test_weights_are_not_downloaded_for_a_plan_or_a_configuration_with_mistakes(
     ],
 )
 def test_hub_that_refuses_is_one_message_and_nothing_of_it_is_used(
-    hub: HubServer, refuses: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, refuses: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = {name: getattr(hub, name) for name in refuses}
     for name, value in refuses.items():
         setattr(hub, name, value)
-    assert re.search(said, refusal())
+    assert re.search(reason, refusal())
     with monkeypatch.context() as without_network:
         without_network.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "run hf download tiny/guess" in refusal()

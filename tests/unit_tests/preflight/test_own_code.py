@@ -140,7 +140,7 @@ def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
         ("opens", "reward function opens: uses TABLE, a TextIOWrapper that exists only in this process"),
         ("closure", "reward function closure: it is a closure over scale"),
@@ -148,8 +148,8 @@ def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
         ("Counting", "must be a function"),
     ],
 )
-def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         names_of([cell[name]], tmp_path, "reward function")
     assert not list(tmp_path.iterdir())
 
@@ -174,7 +174,7 @@ def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "problem"),
     [
         ([], "no rows"),
         (["1+1="], "row 1: must be a dict"),
@@ -182,8 +182,8 @@ def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
         ([{"prompt": "a", "weight": float("nan")}], "row 1: JSON cannot hold it"),
     ],
 )
-def test_rows_that_no_file_can_hold(tmp_path: Path, rows: list[Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_rows_that_no_file_can_hold(tmp_path: Path, rows: list[Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
         write_rows(rows, tmp_path)
 
 
@@ -203,7 +203,7 @@ def slip(config: JobConfig) -> JobConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "overrides", "said"),
+    ("config", "overrides", "parts"),
     [
         (lambda: "nope.toml", {}, ['"nope.toml" does not exist']),
         (lambda: {"trainin": {}, "eval": {"greedy": 1}}, {}, ["config: unknown table", "eval.greedy = 1"]),
@@ -217,13 +217,13 @@ def slip(config: JobConfig) -> JobConfig:
     ],
 )
 def test_mistakes_of_python_callers_come_together(
-    config: Callable[[], Any], overrides: dict[str, Any], said: list[str], tmp_path: Path, monkeypatch: Any
+    config: Callable[[], Any], overrides: dict[str, Any], parts: list[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError) as caught:
         train(config(), overrides)
-    for part in said:
+    for part in parts:
         assert any(part in problem for problem in caught.value.problems), caught.value
     assert not list(tmp_path.iterdir())
 

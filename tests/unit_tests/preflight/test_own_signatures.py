@@ -65,7 +65,7 @@ def arguments(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.parametrize(
-    ("option", "name", "said"),
+    ("option", "name", "reason"),
     [
         ("rewards.functions", "without_kwargs", "signatures.py, line 5): it must end with **kwargs, because it also"),
         ("rewards.functions", "positional", "its arguments are passed by name: leave out the `/`"),
@@ -88,16 +88,16 @@ def arguments(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> lis
     ],
 )
 def test_what_cannot_be_called_is_refused_before_a_start(
-    arguments: list[str], option: str, name: str, said: str
+    arguments: list[str], option: str, name: str, reason: str
 ) -> None:
     words = [*arguments, "--grpo.allow_uncorrected", "true", f"--{option}", f"signatures:{name}"]
-    if not said:
+    if not reason:
         assert load_config(words)
         return
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     (problem,) = caught.value.problems
-    assert problem.startswith(option) and said in problem
+    assert problem.startswith(option) and reason in problem
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,19 @@ class Counter:
     """Counts what it is told; the word `bad` brings out what is bad about its subclasses."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.actions: list[str] = []
         self._hidden = object()
         self.unwritable = object()
 
     def reset(self, **row: Any) -> str:
-        self.said = []
+        self.actions = []
         return f"<{row.get('name', '')}>"
 
     def step(self, action: str) -> tuple[Any, float, bool]:
-        self.said.append(action)
+        self.actions.append(action)
         if action.startswith("bad"):
             return self.bad(action), 0.0, False
-        return f"{len(self.said)}", 0.5, action == "end"
+        return f"{len(self.actions)}", 0.5, action == "end"
 
     def bad(self, action: str) -> Any:
         return None

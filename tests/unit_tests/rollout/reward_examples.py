@@ -121,18 +121,18 @@ async def async_block(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 waiting: list[asyncio.Event] = []
-begun: list[int] = []
+pair_calls: list[int] = []
 
 
 async def in_pairs(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
     """Every call waits for a second one that is under way."""
-    begun.append(1)
+    pair_calls.append(1)
     if waiting:
         waiting.pop().set()
     else:
         waiting.append(other := asyncio.Event())
         await other.wait()
-    log_metric("begun", len(begun))
+    log_metric("begun", len(pair_calls))
     log_metric("nothing", float("nan"))
     return [float(text) for text in completions]
 

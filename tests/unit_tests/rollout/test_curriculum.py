@@ -162,7 +162,7 @@ def test_estimates_of_a_curriculum_decay_with_their_age() -> None:
     assert stream.variances[newest] <= 0.125 and stream.groups[newest] <= 2
 
 
-def told(batch: Batch) -> list[list[int]]:
+def prompts_of(batch: Batch) -> list[list[int]]:
     return [group.samples[0].prompt_ids for group in batch.groups]
 
 
@@ -192,7 +192,7 @@ def test_on_policy_the_prompts_follow_from_the_rewards_alone(seed: int, longest:
         with running(curriculum_config(0), actors, SomeEqual()) as rollouts:
             for version in range(BATCHES):
                 actors.version = version
-                batches[-1].append(told(take(rollouts, version)))
+                batches[-1].append(prompts_of(take(rollouts, version)))
                 reach(rollouts, version + 1)
                 if version == 2:
                     state = saved(rollouts)
@@ -201,7 +201,7 @@ def test_on_policy_the_prompts_follow_from_the_rewards_alone(seed: int, longest:
     with running(curriculum_config(0), actors, SomeEqual(), state, version=3) as rollouts:
         for version in range(3, BATCHES):
             actors.version = version
-            assert told(take(rollouts, version)) == batches[0][version]
+            assert prompts_of(take(rollouts, version)) == batches[0][version]
             reach(rollouts, version + 1)
 
 
@@ -215,12 +215,12 @@ def test_a_resumed_run_has_the_same_estimates_and_prompts_under_way() -> None:
         actors.version = 3
         state = saved(rollouts)
         under_way = dict(json.loads(state)["streams"][""]["drawn"])
-        expected = told(take(rollouts, 3))
+        expected = prompts_of(take(rollouts, 3))
     with running(curriculum_config(2), actors, SomeEqual(), state, version=3) as rollouts:
         again = json.loads(saved(rollouts))["streams"][""]
         assert under_way.items() <= dict(again["drawn"]).items()
         assert again["means"] == json.loads(state)["streams"][""]["means"] and len(again["known"]) > 8
-        assert told(take(rollouts, 3)) == expected
+        assert prompts_of(take(rollouts, 3)) == expected
     with pytest.raises(UserError, match="rollout.sampler changed"), running(make_config(2), actors, state=state):
         pass
 

@@ -46,9 +46,9 @@ def test_text_ends_with_the_end_token_and_prompts_are_given(tmp_path: Path) -> N
     assert make(tmp_path, row, loss_on="all") == [[("2", False), ("+2=4<|im_end|>", True)]]
 
 
-@pytest.mark.parametrize("said", ["Yes", [YES]])
-def test_of_a_chat_with_a_completion_that_is_trained(tmp_path: Path, said: Any) -> None:
-    row = {"prompt": [HI, YES, MORE], "completion": said}
+@pytest.mark.parametrize("completion", ["Yes", [YES]])
+def test_of_a_chat_with_a_completion_that_is_trained(tmp_path: Path, completion: Any) -> None:
+    row = {"prompt": [HI, YES, MORE], "completion": completion}
     ((given, answer),) = make(tmp_path, row)
     assert given == (ASK + "Yes<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n", False)
     assert answer == ("Yes<|im_end|>", True)
@@ -169,7 +169,7 @@ def answer(content: Any = "Yes", **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "problem"),
+    ("template", "message", "problem"),
     [
         (SIMPLE, answer(reasoning_content="so"), r"does not write the thought \(reasoning_content, .* of an answer"),
         (SIMPLE, answer(reasoning="so"), "does not write the thought"),
@@ -189,14 +189,14 @@ def answer(content: Any = "Yes", **keys: Any) -> dict[str, Any]:
     ],
 )
 def test_an_answer_that_would_be_trained_in_part_is_refused(
-    tmp_path: Path, template: str, said: dict[str, Any], problem: str
+    tmp_path: Path, template: str, message: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UserError, match=f"demonstration 0: .*{problem}"):
-        make(tmp_path, {"messages": [HI, said]}, template)
+        make(tmp_path, {"messages": [HI, message]}, template)
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "text"),
+    ("template", "message", "text"),
     [
         (SIMPLE, answer(reasoning=None, thinking="", tool_calls=[], function_call=None), "Yes"),
         (SIMPLE, answer("Yes <|im_end|>\n"), "Yes <|im_end|>"),
@@ -213,9 +213,9 @@ def test_an_answer_that_would_be_trained_in_part_is_refused(
     ],
 )
 def test_an_answer_that_the_template_writes_is_trained(
-    tmp_path: Path, template: str, said: dict[str, Any], text: str
+    tmp_path: Path, template: str, message: dict[str, Any], text: str
 ) -> None:
-    (parts,) = make(tmp_path, {"messages": [HI, said]}, template)
+    (parts,) = make(tmp_path, {"messages": [HI, message]}, template)
     assert parts[-1][1] and parts[-1][0].startswith(text)
 
 
@@ -277,7 +277,7 @@ def test_an_answer_behind_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "problem"),
     [
         ({"prompt": "a"}, "row 1: no column 'completion' .sft.completion_column.*there are 'prompt'"),
         ({"prompt": "a", "completion": ""}, "row 1: column 'completion': it is empty"),
@@ -293,10 +293,10 @@ def test_an_answer_behind_nothing_is_refused(tmp_path: Path) -> None:
         ({"prompt": [HI], "completion": str([YES])}, "row 1, column 'completion': text that looks like chat messages"),
     ],
 )
-def test_rows_without_a_demonstration_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+def test_rows_without_a_demonstration_are_named(tmp_path: Path, row: dict[str, Any], problem: str) -> None:
     config = JobConfig()
     config.job.stage = "sft"
     config.rollout.dataset, config.eval.dataset = str(tmp_path / "rows.jsonl"), "arithmetic"
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         load_datasets(config)

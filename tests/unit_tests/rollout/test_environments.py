@@ -106,7 +106,7 @@ def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
 
     attributes = run(tmp_path, work, "Counter")
     # What JSON can hold, and what is not private; instances are used again, not built for each of 100 episodes.
-    assert attributes[4] == {"said": ["a", "end"]}
+    assert attributes[4] == {"actions": ["a", "end"]}
     assert not events(tmp_path, "environment_failed")
 
 
@@ -178,15 +178,15 @@ def test_classes_of_other_libraries(tmp_path: Path) -> None:
     assert run(tmp_path, work_of_one, "Remote") == ("hello", ("[1, 2]", 0.0, True))
 
 
-@pytest.mark.parametrize(("action", "said"), [("two", r"\('seen', 1.0\)"), ("text", "'false'")])
-def test_a_step_of_a_wrong_type_is_refused_with_what_it_returned(tmp_path: Path, action: str, said: str) -> None:
+@pytest.mark.parametrize(("action", "shown"), [("two", r"\('seen', 1.0\)"), ("text", "'false'")])
+def test_a_step_of_a_wrong_type_is_refused_with_what_it_returned(tmp_path: Path, action: str, shown: str) -> None:
     async def work(pool: EnvironmentPool) -> None:
         for text in ("none", action):
             async with await pool.episode() as episode:
                 await episode.reset({})
                 assert not (await episode.act(text)).done
 
-    with pytest.raises(CallFailed, match=f"step must return .*, it returned {said}"):
+    with pytest.raises(CallFailed, match=f"step must return .*, it returned {shown}"):
         run(tmp_path, work, "Unfinished")
 
 

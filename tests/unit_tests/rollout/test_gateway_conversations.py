@@ -291,7 +291,7 @@ def family_of(template: str) -> Family:
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "named"),
+    ("template", "answer", "named"),
     [
         (
             HARMONY,
@@ -304,17 +304,17 @@ def family_of(template: str) -> Family:
 )
 @asynchronous
 async def test_a_result_has_the_name_of_the_function_by_the_id_of_its_call(
-    template: str, said: str, named: str, tmp_path: Path
+    template: str, answer: str, named: str, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer(family_of(template).write(tmp_path))
-    stop = tokenizer.encode("<|call|>" if "to=functions" in said else "<|im_end|>")[0]
+    stop = tokenizer.encode("<|call|>" if "to=functions" in answer else "<|im_end|>")[0]
     async with serving(tmp_path, stop, tool_parser="auto") as (server, engine, url), aiohttp.ClientSession() as http:
         for api in APIS:
             for stream in (False, True):
                 program = Program(api, http, url, await opened(server, f"{api}{stream}", stop), stream, TOOLS)
                 program.user("?")
                 for _ in range(3):
-                    engine.says = [said]
+                    engine.says = [answer]
                     (called,) = (await program.ask()).calls
                     program.results([(called[0], "x")])
                 ended = await server._end(f"{api}{stream}")

@@ -295,7 +295,7 @@ async def test_refusals_have_the_form_of_their_api(tmp_path: Path) -> None:
             path, body = program.body()
             await refused(http, f"{url}{path}", "guessed", body, api, 401, "no session")
         await server._end("s")
-        server._peer.call = told  # type: ignore[assignment, union-attr]
+        server._peer.call = answer_nothing  # type: ignore[assignment, union-attr]
         for api in API[:3]:
             program = Program(api, http, url, key, False)
             program.user("?")
@@ -316,7 +316,7 @@ async def test_a_key_is_worth_nothing_after_its_episode(tmp_path: Path) -> None:
         stolen = {"input": "?", "previous_response_id": answer.id}
         await refused(http, f"{url}/v1/responses", other, stolen, "responses", 400, "no answer")
         await server._end("first")
-        server._peer.call = told  # type: ignore[assignment, union-attr]
+        server._peer.call = answer_nothing  # type: ignore[assignment, union-attr]
         body = {"messages": [{"role": "user", "content": "?"}], "input": "?", "token_ids": [1], "max_tokens": 1}
         routes = ("chat/completions", "messages", "messages/count_tokens", "responses")
         for path in (*(f"/v1/{route}" for route in routes), "/inference/v1/generate"):
@@ -360,7 +360,7 @@ async def test_bodies_are_read_as_programs_write_them(tmp_path: Path) -> None:
         assert "a??" in prompts[3] and "a🙂" in prompts[4]
 
 
-async def told(_name: str, **_more: Any) -> None:
+async def answer_nothing(_name: str, **_more: Any) -> None:
     """Of a late call."""
 
 

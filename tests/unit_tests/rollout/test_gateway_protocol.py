@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.programs import API, Program
 from tests.unit_tests.rollout.data.test_tool_formats import OTHERS
 from tests.unit_tests.rollout.data.test_tool_formats import TOOLS as TOOL_SCHEMAS
-from tests.unit_tests.rollout.test_gateway_dialects import branches_of, opened, serving, told
+from tests.unit_tests.rollout.test_gateway_dialects import answer_nothing, branches_of, opened, serving
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
@@ -166,7 +166,7 @@ async def test_a_key_is_found_in_either_header_whatever_stands_in_the_other(tmp_
     async with serving(tmp_path, stop) as (server, _engine, url), aiohttp.ClientSession() as http:
         key, ended = await opened(server, "s", stop), await opened(server, "ended", stop)
         await server._end("ended")
-        server._peer.call = told  # type: ignore[assignment, union-attr]
+        server._peer.call = answer_nothing  # type: ignore[assignment, union-attr]
         tried: list[tuple[dict[str, str], int]] = [
             ({"Authorization": f"bearer {key}"}, 200), ({"authorization": f"BEARER  {key} "}, 200),
             ({**bearer("stale"), "x-api-key": key}, 200), ({**bearer(ended), "x-api-key": key}, 200),

@@ -106,8 +106,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Jud
     return judge
 
 
-async def score(pool: RewardPool, *said: str) -> list[float | None]:
-    return totals(await pool.score(PROMPT, completions_of(*said)))
+async def score(pool: RewardPool, *texts: str) -> list[float | None]:
+    return totals(await pool.score(PROMPT, completions_of(*texts)))
 
 
 def by_length(answers: list[str]) -> str:

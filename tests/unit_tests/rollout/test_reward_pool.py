@@ -33,8 +33,8 @@ def make_config(*functions: str, **settings: Any) -> JobConfig:
     return config
 
 
-def completions_of(*said: Any) -> list[Trajectory]:
-    return [answer([i, 7], completion) for i, completion in enumerate(said)]
+def completions_of(*completions: Any) -> list[Trajectory]:
+    return [answer([i, 7], completion) for i, completion in enumerate(completions)]
 
 
 def in_pool(config: JobConfig, run: Callable[[RewardPool], Awaitable[Result]]) -> Result:

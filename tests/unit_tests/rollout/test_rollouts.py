@@ -477,15 +477,15 @@ def test_a_run_of_a_self_teacher_without_any_hint_says_so_once(tmp_path: Path, h
     rewards.equal = lambda prompt: not has_success
     is_said = hint != "success" or not has_success
 
-    def said() -> list[dict[str, Any]]:
+    def hint_events() -> list[dict[str, Any]]:
         found = read_json_lines(events.path) if events.path.exists() else []
         return [event for event in found if event["kind"] == "no_hint_yet"]
 
     with running(config, FakeActors(), rewards, events=events) as rollouts:
         take(rollouts, 0)
         if is_said:
-            until(said)
-    assert [(event["groups"], event["hint"]) for event in said()] == [(2 * BATCH_GROUPS, hint)] * is_said
+            until(hint_events)
+    assert [(event["groups"], event["hint"]) for event in hint_events()] == [(2 * BATCH_GROUPS, hint)] * is_said
 
 
 def test_code_that_runs_without_isolation_is_an_event(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ class Environments:
 
 
 async def play(
-    config: JobConfig, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any, said: list[list[int]]
+    config: JobConfig, tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any, answers: list[list[int]]
 ) -> list[int]:
     """The tokens of an episode in which these answers are sampled."""
-    turns = iter(said)
+    turns = iter(answers)
 
     async def generate(request: GenerateRequest, min_version: int, shares: str) -> list[Completion]:
         return [answer(next(turns))]
@@ -194,7 +194,7 @@ READS_NO_RESULTS = "{% if tools %}{{ tools }}{% endif %}" + PHI3
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "problem"),
     [
         (PHI3, "never reads `tools`"), (MISTRAL, "never reads `tools`"),
         (READS_NO_RESULTS, "does not write the result of a tool .it leaves out the role `tool`"),
@@ -202,7 +202,9 @@ READS_NO_RESULTS = "{% if tools %}{{ tools }}{% endif %}" + PHI3
         (QWEN2_5, ""),
     ],
 )  # fmt: skip
-def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: str, said: str, tmp_path: Path) -> None:
+def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(
+    template: str, problem: str, tmp_path: Path
+) -> None:
     tokenizer = Tokenizer(Family("x", template, ("</s>",), "</s>", bos="<s>").write(tmp_path))
     renderer = ChatRenderer(tokenizer)
     chat = '{"messages": [{"role": "user", "content": "Hi"}], "tools": %s}\n'
@@ -230,16 +232,16 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
         asyncio.run(rollouts._start())
 
     session = Session("s", SamplingParameters(8), 8192)
-    if not said:
+    if not problem:
         start()
         assert session.prompt(renderer, [USER], TOOLS)
         return
-    with pytest.raises(ConfigError, match=rf"\[environment\] my.tools:weather cannot be used: .*{said}") as refused:
+    with pytest.raises(ConfigError, match=rf"\[environment\] my.tools:weather cannot be used: .*{problem}") as refused:
         start()
     assert refused.value.exit_code == 2
     # The gateway answers a UserError of session.prompt with 400.
     result = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=problem):
         session.prompt(renderer, result, TOOLS)
     # Rows with tools of their own.
     config.environment.tools = []
@@ -247,7 +249,7 @@ def test_tools_that_the_policy_would_not_see_are_refused_at_the_start(template: 
         '{"messages": [{"role": "user", "content": "Hi"}, {"role": "tool", "content": "x"}], "tools": [{"name": "a"}]}'
     )
     (tmp_path / "rows.jsonl").write_text(chat % "[]" + rows)
-    with pytest.raises(UserError, match=f"row 2: .*{said}"):
+    with pytest.raises(UserError, match=f"row 2: .*{problem}"):
         load_datasets(config, renderer)
 
 

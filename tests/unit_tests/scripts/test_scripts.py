@@ -68,7 +68,7 @@ def test_a_server_is_our_agent_with_the_engines_options_behind(engine: str, mode
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--model", "/nowhere"], "must be a Hugging Face checkpoint directory"),
         (["--model"], "--model needs a value"),
@@ -76,10 +76,10 @@ def test_a_server_is_our_agent_with_the_engines_options_behind(engine: str, mode
         (["--model", "MODEL", "--host", "0.0.0.0"], "accepts other machines: set the same TORCHTITAN_ACTOR_TOKEN"),
     ],
 )
-def test_a_server_that_cannot_or_must_not_be_started(words: list[str], said: str, model: Path) -> None:
+def test_a_server_that_cannot_or_must_not_be_started(words: list[str], message: str, model: Path) -> None:
     given = [str(model) if word == "MODEL" else word for word in words]
     done = run([ROOT / "scripts/launch_vllm_server.sh", "--dry-run", *given])
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 SRUN = """#!/usr/bin/env python3
@@ -252,7 +252,7 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "environment", "said"),
+    ("words", "environment", "message"),
     [
         (["--grpo.group_size", "7"], {}, "group_size = 7"),
         ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4 must be 1 to 3, the number of nodes in the allocation"),
@@ -264,10 +264,10 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
     ],
 )
 def test_mistakes_end_the_job_before_anything_is_started(
-    words: list[str], environment: dict[str, str], said: str, tmp_path: Path, config: Path
+    words: list[str], environment: dict[str, str], message: str, tmp_path: Path, config: Path
 ) -> None:
     done, calls = slurm(tmp_path, words, **{"CONFIG_FILE": str(config), **environment})
-    assert done.returncode != 0 and said in done.stderr and calls == []
+    assert done.returncode != 0 and message in done.stderr and calls == []
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,16 @@ def placed(changes: dict[str, Any], root: Path) -> dict[str, Any]:
     return dict(json.loads(json.dumps(changes).replace("ROOT", str(root))))
 
 
-@pytest.mark.parametrize(("changes", "folder", "change", "said"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
+@pytest.mark.parametrize(("changes", "folder", "change", "expected"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
 def test_a_resume_with_changed_origins_is_refused(
-    root: Path, changes: dict[str, Any], folder: str, change: Callable[[Path], None], said: str
+    root: Path, changes: dict[str, Any], folder: str, change: Callable[[Path], None], expected: str
 ) -> None:
     changes = placed(changes, root)
     saved = json.loads(json.dumps(describe(root, changes).describe()))
     assert describe(root, changes).problem(saved, root) == ""
     change(root / folder)
     found = describe(root, changes).problem(saved, root)
-    assert re.search(said, found) if said else found == ""
+    assert re.search(expected, found) if expected else found == ""
 
 
 def test_an_evaluation_may_write_prompts_in_another_way(root: Path) -> None:

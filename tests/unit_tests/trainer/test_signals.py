@@ -59,15 +59,15 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize(("saves", "said"), [(True, "saving and exiting"), (False, "without a checkpoint")])
-def test_first_signal_saves_and_its_copies_do_no_harm(saves: bool, said: str) -> None:
+@pytest.mark.parametrize(("saves", "message"), [(True, "saving and exiting"), (False, "without a checkpoint")])
+def test_first_signal_saves_and_its_copies_do_no_harm(saves: bool, message: str) -> None:
     process = start(deadline_s=20, saving_s=0.3, saves=saves)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)  # the launcher's copy of the same Ctrl-C
     code, output, errors = finish(process)
     assert code == 128 + signal.SIGINT and "saved" in output
-    assert errors.count("SIGINT") == 1 and said in errors and " within 20 s" in errors
+    assert errors.count("SIGINT") == 1 and message in errors and " within 20 s" in errors
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
-def told(child: ChildProcess) -> list[dict[str, Any]]:
+def reports_of(child: ChildProcess) -> list[dict[str, Any]]:
     assert child.log_file is not None
     until(lambda: child.log_file.read_text().endswith("}\n"))  # type: ignore[union-attr]
     return [json.loads(line) for line in child.log_file.read_text().splitlines()]
@@ -81,7 +81,7 @@ def test_a_fork_is_what_a_new_process_would_be(folder: Path, environment: dict[s
             assert child.describe_end() == f"{child._what} ended with exit code 0"
 
     run(work)
-    (first,), (second,), (new,) = map(told, children)
+    (first,), (second,), (new,) = map(reports_of, children)
     assert first["loaded"] and not new["loaded"]
     assert new["shown"] and not first["shown"], "the key of a fork stands nowhere in /proc"
     assert len({*first["seeds"], *second["seeds"]}) == 4
@@ -167,7 +167,7 @@ def test_a_fork_server_that_must_not_fork_or_cannot_load_forks_nothing(
 
     run(work)
     server.close()
-    assert not told(child)[0]["loaded"] and child.describe_end() == "it ended with exit code 0"
+    assert not reports_of(child)[0]["loaded"] and child.describe_end() == "it ended with exit code 0"
     assert modules[0] in capfd.readouterr().err
 
 
