@@ -204,11 +204,11 @@ def _difference(stand: Stand, spans: dict[int, list[tuple[list[int], int, list[f
     worst = 0.0
     for version, parts in spans.items():
         stand.policy.load_state_dict(stand.weights[version])
-        for some in (parts[place : place + 64] for place in range(0, len(parts), 64)):
-            tokens = torch.tensor([token for ids, _, _ in some for token in ids])
-            found, _ = stand.policy(tokens, PackedLayout([len(ids) for ids, _, _ in some]), tokens.roll(-1), 1.0)
+        for chunk in (parts[place : place + 64] for place in range(0, len(parts), 64)):
+            tokens = torch.tensor([token for ids, _, _ in chunk for token in ids])
+            found, _ = stand.policy(tokens, PackedLayout([len(ids) for ids, _, _ in chunk]), tokens.roll(-1), 1.0)
             begin = 0
-            for ids, first, log_probs in some:
+            for ids, first, log_probs in chunk:
                 computed = found[begin + first - 1 : begin + len(ids) - 1]
                 worst = max(worst, float((computed - torch.tensor(log_probs)).abs().max()))
                 begin += len(ids)

@@ -157,9 +157,9 @@ class Benchmark:
         keys: dict[str, Any] = {"training__threads": os.cpu_count()} | ({"sft__sample": False} if self.quick else {})
         tuned = self.run("sft", self.folder / "random", 3 if self.quick else self.arguments.sft_steps, SFT, **keys)
         self.start = newest_export(str(tuned))
-        self.figures["sft_loss"] = every(tuned, "eval/loss")[-1]
+        self.figures["sft_loss"] = values_of(tuned, "eval/loss")[-1]
         if not self.quick:
-            self.figures["greedy_before"] = every(tuned, "eval/greedy")[-1]
+            self.figures["greedy_before"] = values_of(tuned, "eval/greedy")[-1]
 
     def grpo(self, name: str, seed: int, *settings: dict[str, Any], steps: int = 0) -> Path:
         few = {"training.global_batch_size": 16, "rollout.max_completion_tokens": 16} if self.quick else {}
@@ -195,7 +195,7 @@ class Benchmark:
         for bound, (suffix, keys) in itertools.product(self.arguments.staleness, ways.items()):
             name = f"staleness {bound}{suffix}"
             run = self.grpo(name.replace(" ", "-"), 0, {"rollout.max_staleness": bound, "eval.interval": 0}, keys)
-            lags = every(run, "staleness/mean")
+            lags = values_of(run, "staleness/mean")
             # The first batches are of the first version: the lag grows until the bound is reached.
             settled = lags[bound + 1 :] or lags
             ends[name] = passed(run)[-1]
@@ -216,7 +216,7 @@ class Benchmark:
             ours.append(alike)
             trl_scores.append(self.train_with_trl(seed))
             of_steps = statistics.fmean(json.loads((self.folder / f"trl-{seed}-rewards.json").read_text()))
-            rewards.append(statistics.fmean(every(alike, "reward/mean")) - of_steps)
+            rewards.append(statistics.fmean(values_of(alike, "reward/mean")) - of_steps)
         self.curves["no group dropped"], self.points["TRL"] = ours, trl_scores
         scores = [passed(run)[-1] for run in ours]
         self.figures["difference_to_trl"] = statistics.fmean(scores) - statistics.fmean(trl_scores)
@@ -280,10 +280,10 @@ class Benchmark:
                 marker="s", markersize=4, capsize=2, ls="", color="C7", label="TRL",
             )  # fmt: skip
         for suffix, label in (("", "truncated weights"), (" uncorrected", "no correction")):
-            there = [bound for bound in self.arguments.staleness if f"staleness {bound}{suffix}" in self.points]
-            ends = [self.points[f"staleness {bound}{suffix}"][0] for bound in there]
-            if there:
-                by_bound.plot(there, ends, marker="o", markersize=4, label=label)
+            bounds = [bound for bound in self.arguments.staleness if f"staleness {bound}{suffix}" in self.points]
+            ends = [self.points[f"staleness {bound}{suffix}"][0] for bound in bounds]
+            if bounds:
+                by_bound.plot(bounds, ends, marker="o", markersize=4, label=label)
         by_bound.set_ylim(0, 1)
         dress(by_bound, "pass@1 in the end, one seed", "bound of staleness")
         for axes in (by_step, by_tokens, by_bound):
@@ -309,7 +309,7 @@ def points(folder: Path) -> list[tuple[int, float, float, float]]:
     ]
 
 
-def every(folder: Path, key: str) -> list[float]:
+def values_of(folder: Path, key: str) -> list[float]:
     """All values of a metric."""
     return [row[key] for row in read_json_lines(folder / "metrics.jsonl") if row.get(key) is not None]
 
@@ -328,11 +328,11 @@ def way(folder: Path) -> str:
 def reached(runs: list[Path], bar: float) -> str:
     """Mean seconds and tokens until the first evaluation with this pass@1."""
     first = [next((point for point in points(run) if point[3] >= bar), None) for run in runs]
-    there = [point for point in first if point]
-    if not there:
+    arrivals = [point for point in first if point]
+    if not arrivals:
         return "not reached"
-    seconds, tokens = (statistics.fmean(point[place] for point in there) for place in (1, 2))
-    return f"{seconds:.0f} s, {tokens:,.0f} tokens ({len(there)} of {len(runs)} seeds)"
+    seconds, tokens = (statistics.fmean(point[place] for point in arrivals) for place in (1, 2))
+    return f"{seconds:.0f} s, {tokens:,.0f} tokens ({len(arrivals)} of {len(runs)} seeds)"
 
 
 def half_interval(values: Sequence[float]) -> float:

@@ -65,7 +65,7 @@ def first_fit(sizes: list[int], members: Bins) -> Bins:
             filled.append(0)
         bins[place].append(index)
         filled[place] += sizes[index]
-    bins = [sorted(i for member in each for i in members[member]) for each in bins]
+    bins = [sorted(i for member in numbers for i in members[member]) for numbers in bins]
     while len(bins) % RANKS:
         largest = max(range(len(bins)), key=lambda i: len(bins[i]))
         cut, middle = bins[largest], len(bins[largest]) // 2

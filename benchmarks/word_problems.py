@@ -77,15 +77,15 @@ def shopping(dice: random.Random) -> Problem:
 def giving(dice: random.Random) -> Problem:
     (first, second), thing = dice.sample(NAMES, 2), dice.choice(THINGS)
     has, gets = dice.randint(3, 9), dice.randint(2, 6)
-    both = has + gets
-    gives = dice.randint(2, min(6, both - 1))
+    total = has + gets
+    gives = dice.randint(2, min(6, total - 1))
     question = (
         f"{first} has {has} {thing}, finds {gets} more and gives {gives} of them to {second}. "
         f"How many {thing} has {first} now?"
     )
     steps = [
         Step(f"With those found {first} has {{}} {thing}.", has, "+", gets),
-        Step(f"After giving {first} has {{}} {thing}.", both, "-", gives),
+        Step(f"After giving {first} has {{}} {thing}.", total, "-", gives),
     ]
     return question, steps
 

@@ -115,7 +115,11 @@ class Faults:
 
     def left(self) -> list[psutil.Process]:
         """Processes that outlive the run."""
-        return [each for each in self.started.values() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        return [
+            process
+            for process in self.started.values()
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 def _is_of(process: psutil.Process, words: tuple[str, ...]) -> bool:

@@ -210,5 +210,5 @@ def measure(run: Run) -> dict[str, float]:
             found["base"] = watch.noticed() or "NOTHING"
             common.progress(f"base       {found['base']}")
     run.conditions |= {"noticed_by": found, "honest_probe_at_most": largest}
-    missed = [kind for kind, who in found.items() if who.startswith("NOTHING")]
+    missed = [kind for kind, noticed_by in found.items() if noticed_by.startswith("NOTHING")]
     return {"missed": len(missed), "false_alarms": alarms}
