@@ -271,8 +271,8 @@ class SimRuntime:
                         settle(lambda: on_open(caller_end))
 
                 # These come before anything else that reaches either end.
-                for end, what in ((caller_end, opened), (server_end, lambda: accept(server_end))):
-                    end.inbox.append(what)
+                for end, item in ((caller_end, opened), (server_end, lambda: accept(server_end))):
+                    end.inbox.append(item)
                     machine.at(0.0, end.process, end.receive, MESSAGE)
 
         machine.at(latency, None, arrive)
@@ -340,12 +340,12 @@ class SimChannel(Channel):
             self._end()
             self.on_close(self, reason)
 
-    def _to_peer(self, what: Message | Callback) -> None:
+    def _to_peer(self, item: Message | Callback) -> None:
         """Deliver in order, after the latency."""
         if self.process.cut_off or self.peer.process.cut_off:
             self.break_silently()
         if not self._broken:
-            self.peer.inbox.append(what)
+            self.peer.inbox.append(item)
             self.machine.at(self.latency, self.peer.process, self.peer.receive, MESSAGE)
 
     def receive(self) -> None:
@@ -358,20 +358,20 @@ class SimChannel(Channel):
             self._late = 1
             self.machine.at(wait_s, self.process, self._go_on, MESSAGE)
             return
-        what = self.inbox.popleft()
+        item = self.inbox.popleft()
         if self.closed:
             return
         try:
-            if isinstance(what, dict):
-                count = len(encode(what)) if self.limiter is not None or self.machine.byte_seconds else 0
+            if isinstance(item, dict):
+                count = len(encode(item)) if self.limiter is not None or self.machine.byte_seconds else 0
                 self.process.work(self.machine.message_seconds + min(count, self._longest) * self.machine.byte_seconds)
                 if count > self._longest:
                     raise ProtocolError(f"a message of {count} bytes exceeds the limit of {self._longest}")
-                message = self._parsed(what)
+                message = self._parsed(item)
                 self.spend(cost(message, count))
                 self.on_message(self, message)
             else:
-                what()
+                item()
         except ProtocolError as error:
             self.machine.protocol_errors.append(f"{self.process.name}: {error}")
             self.close(f"protocol error: {error}")

@@ -136,73 +136,73 @@ def play_parts(folder: str, parts: list[dict[str, Any]]) -> list[Any]:
     results = []
     with own_sockets():
         for number, part in enumerate(parts):
-            here = Path(folder) / str(number)
-            here.mkdir(exist_ok=True)
-            results.append(globals()[part.pop("function")](str(here), **part))
+            part_folder = Path(folder) / str(number)
+            part_folder.mkdir(exist_ok=True)
+            results.append(globals()[part.pop("function")](str(part_folder), **part))
     return results
 
 
 def story(folder: str, models: list[str], options: list[str], prompts: list[list[int]], long: list[int]) -> Any:
     """Two versions: samples of the first, samples that live through the change, and samples of the second."""
     shared_before = shared_memory()
-    here = Colocated(folder, models[0], options)
+    engine = Colocated(folder, models[0], options)
     try:
-        here.publish()
-        first = here.rounds(
+        engine.publish()
+        first = engine.rounds(
             *(request(f"first-{number}", prompt, 24, n=2) for number, prompt in enumerate(prompts)),
             *(request(f"first-greedy-{number}", prompt, 24, temperature=0.0) for number, prompt in enumerate(prompts)),
         )
         # Two on the way when the weights change: one prompt per replica at least.
         across = [request(f"across-{number}", long, 40, n=2) for number in range(2)]
-        here.round(*across, steps=9)
+        engine.round(*across, steps=9)
         # Two that are asked for and have not begun.
-        here.round(*(request(f"late-{number}", long, 24, n=2) for number in range(2)), steps=0)
-        here.train_to(models[1])
-        here.publish()
-        second = here.rounds(
+        engine.round(*(request(f"late-{number}", long, 24, n=2) for number in range(2)), steps=0)
+        engine.train_to(models[1])
+        engine.publish()
+        second = engine.rounds(
             *(request(f"second-long-{number}", long, 24, n=2) for number in range(2)),
             *(request(f"second-{number}", prompt, 24, n=2) for number, prompt in enumerate(prompts)),
             *(request(f"second-greedy-{number}", prompt, 24, temperature=0.0) for number, prompt in enumerate(prompts)),
         )
         truncated = request("truncated", prompts[0], 4)
         truncated.sampling.top_p = 0.9
-        odd = here.rounds(request("too-long", [5] * 300, 4), truncated, request("fits", prompts[0], 4))
-        here.round(request("unwanted", prompts[0], 200), steps=2)
-        here.round(steps=0, cancelled=("unwanted",))
-        dropped = not here.replica._engine.busy
+        odd = engine.rounds(request("too-long", [5] * 300, 4), truncated, request("fits", prompts[0], 4))
+        engine.round(request("unwanted", prompts[0], 200), steps=2)
+        engine.round(steps=0, cancelled=("unwanted",))
+        dropped = not engine.replica._engine.busy
         return {
             "answers": as_json([*first, *second, *odd]),
-            "tokens": here.tokens,
-            "threads": here.threads,
-            "random_numbers_kept": here.random_numbers_kept,
+            "tokens": engine.tokens,
+            "threads": engine.threads,
+            "random_numbers_kept": engine.random_numbers_kept,
             "dropped": dropped,
-            "stale": refuses_stale_weights(here),
+            "stale": refuses_stale_weights(engine),
             "left_behind": sorted(shared_memory() - shared_before),
-            "actors": {name: status.version for name, status in here.weights.actors().items()},
+            "actors": {name: status.version for name, status in engine.weights.actors().items()},
         }
     finally:
-        here.close()
+        engine.close()
 
 
 def adapted(folder: str, model: str, options: list[str], prompt: list[int]) -> Any:
     """Two versions of adapters: each one's merged checkpoint in `folder`/merged-N, and what was sampled with it."""
-    here = Colocated(folder, model, ["--lora.rank", "4", "--lora.modules_to_save", "norm", *options])
+    engine = Colocated(folder, model, ["--lora.rank", "4", "--lora.modules_to_save", "norm", *options])
     try:
         answers = []
         for version in range(2):
-            randomize_adapters(here.policy, version)
-            export_policy(here.policy, Path(folder) / f"merged-{version}")
-            here.publish()
-            answers.append(as_json(here.rounds(request("one", prompt, 24)))["one"])
+            randomize_adapters(engine.policy, version)
+            export_policy(engine.policy, Path(folder) / f"merged-{version}")
+            engine.publish()
+            answers.append(as_json(engine.rounds(request("one", prompt, 24)))["one"])
         return answers
     finally:
-        here.close()
+        engine.close()
 
 
-def refuses_stale_weights(here: Colocated) -> str:
+def refuses_stale_weights(engine: Colocated) -> str:
     """What an order says to engines that hold another version than it asks for."""
     try:
-        here.replica.run(Round(f"{EPOCH}/{here.version + 1}", 4, [[] for _ in range(here.replicas)]))
+        engine.replica.run(Round(f"{EPOCH}/{engine.version + 1}", 4, [[] for _ in range(engine.replicas)]))
     except RuntimeError as error:
         return str(error)
     return ""

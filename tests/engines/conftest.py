@@ -33,9 +33,9 @@ INSTALL_SECONDS = 1500
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here not in item.path.parents:
+        if folder not in item.path.parents:
             continue
         # Reports carry these to the summary at the end, whether the test ran or was skipped.
         names = getattr(item, "fixturenames", ())

@@ -213,17 +213,17 @@ def start_actor(
         "--max-length", "256" if engine == "vllm" else "400", "--max-sequences", "16",
         "--startup-timeout", str(START_SECONDS),
     ]  # fmt: skip
-    ours, arguments = options, ()
+    agent_options, arguments = options, ()
     if "--" in options:
-        ours, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
+        agent_options, arguments = options[: options.index("--")], options[options.index("--") + 1 :]
     if beside is not None:
         command += ["--url", beside.engine.url, "--engine-token-env", TOKEN_VARIABLE]
     elif engine == "vllm":
         command += ["--memory-gb", "0.25"]
-        arguments = arguments if "--tensor-parallel-size" in ours else (*ONE_PROCESS, *arguments)
+        arguments = arguments if "--tensor-parallel-size" in agent_options else (*ONE_PROCESS, *arguments)
         plugins = processes.folder / f"{name}.plugins"
         environment["PYTHONPATH"] = install(plugins, vllm_forking.GROUP, vllm_forking.FUNCTION)
-    command += [*ours, "--engine-arguments", json.dumps(list(arguments))]
+    command += [*agent_options, "--engine-arguments", json.dumps(list(arguments))]
     try:
         port = processes.start_server(name, command, START_SECONDS, **{TOKEN_VARIABLE: TOKEN}, **environment)
     except AssertionError as error:

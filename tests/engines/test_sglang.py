@@ -107,8 +107,8 @@ def test_samples_have_the_log_probs_that_they_were_drawn_with(agent: Actor, mode
         assert len({tuple(sample.token_ids) for sample in samples}) > 4
         for completion in samples:
             assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
-            every = (logits_of(completion) / 0.7).log_softmax(-1)
-            expected = every[range(len(completion.token_ids)), completion.token_ids].tolist()
+            all_log_probs = (logits_of(completion) / 0.7).log_softmax(-1)
+            expected = all_log_probs[range(len(completion.token_ids)), completion.token_ids].tolist()
             assert differences(completion.log_probs, expected) < FP32_TOLERANCE
         for completion in agent.generate(PROMPT, 8, n=4, temperature=0.9, top_p=0.8):
             assert completion.kept_token_ids is not None

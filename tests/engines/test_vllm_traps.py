@@ -20,7 +20,7 @@ Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def both(vllm_python: Path, engine_model: Callable[..., Path]) -> list[Results]:
+def results_of_types(vllm_python: Path, engine_model: Callable[..., Path]) -> list[Results]:
     """Of tests/engines/vllm_traps.py, all in float32 and some in bfloat16: case -> log-probs, or an error; and what
     transformers says of the old and the new model."""
     asked: list[tuple[str, list[str]]] = [("float32", []), ("bfloat16", ["in_place", "loaded", "found"])]
@@ -34,8 +34,8 @@ def both(vllm_python: Path, engine_model: Callable[..., Path]) -> list[Results]:
 
 
 @pytest.fixture
-def results(both: list[Results]) -> Results:
-    return both[0]
+def results(results_of_types: list[Results]) -> Results:
+    return results_of_types[0]
 
 
 def difference(results: Results, case: str, weights: str = "new") -> float:
@@ -63,9 +63,9 @@ def test_old_packed_weights_are_freed_before_new_ones_are_made(results: Results)
     assert difference(results, "one_model_at_a_time") < FP32_TOLERANCE
 
 
-def test_an_element_that_is_not_as_it_was_sent_is_found(both: list[Results]) -> None:
+def test_an_element_that_is_not_as_it_was_sent_is_found(results_of_types: list[Results]) -> None:
     """Also in what is computed with in a packed copy, where log-probs would hardly tell."""
-    for results in both:
+    for results in results_of_types:
         assert results["found"].pop("") == []
         for name, found in results["found"].items():
             assert len(found) == 1 and name in found[0].split(", ")
@@ -83,11 +83,11 @@ def test_weights_are_packed_from_where_they_were_staged(results: Results) -> Non
     check_in_place(results, FP32_TOLERANCE)
 
 
-def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(both: list[Results]) -> None:
+def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(results_of_types: list[Results]) -> None:
     # Where oneDNN packs nothing in bfloat16 for a processor, vLLM computes with torch's products: without AVX-512.
-    assert both[1]["in_place_layers"] == 4 * LAYERS or not torch.cpu._is_avx512_supported()
+    assert results_of_types[1]["in_place_layers"] == 4 * LAYERS or not torch.cpu._is_avx512_supported()
     # Twice the root mean square, since the mean is of a few tokens: less than what is wrong.
-    check_in_place(both[1], 2 * BF16_SPREAD)
+    check_in_place(results_of_types[1], 2 * BF16_SPREAD)
 
 
 def test_a_load_that_broke_off_is_given_up_before_the_next(results: Results) -> None:

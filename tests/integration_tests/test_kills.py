@@ -56,8 +56,8 @@ def kill(run: Run, words: str) -> None:
 
 def trains_on(run: Run, steps: int = 2) -> None:
     """So many more steps are trained."""
-    there = len(run.steps())
-    run.wait(lambda: len(run.steps()) >= there + steps)
+    steps_before = len(run.steps())
+    run.wait(lambda: len(run.steps()) >= steps_before + steps)
 
 
 def test_what_is_killed_is_replaced_and_nothing_outlives_the_launcher(

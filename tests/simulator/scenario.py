@@ -153,8 +153,8 @@ class Scenario:
 def known_keys() -> dict[str, FieldInfo]:
     """Return key -> its default and meaning."""
     tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync), (TCP, Tcp))
-    every = ((f"{prefix}{name}", info) for prefix, table in tables for name, info in table.__pydantic_fields__.items())
-    return {name: info for name, info in every if info.default_factory is None}
+    keys = ((f"{prefix}{name}", info) for prefix, table in tables for name, info in table.__pydantic_fields__.items())
+    return {name: info for name, info in keys if info.default_factory is None}
 
 
 def _problem(prefix: str, error: ErrorDetails) -> str:
