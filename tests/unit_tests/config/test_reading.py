@@ -84,11 +84,11 @@ def test_every_table_has_a_heading() -> None:
 
 
 def test_every_name_of_others_leads_to_a_key_and_is_none_itself() -> None:
-    ours = {key.rpartition(".")[2] for key in known_keys()}
-    for name, here in OTHER_NAMES.items():
-        assert here.split(" ")[0] in known_keys() and name not in ours, name
+    last_parts = {key.rpartition(".")[2] for key in known_keys()}
+    for name, own_name in OTHER_NAMES.items():
+        assert own_name.split(" ")[0] in known_keys() and name not in last_parts, name
         for written in (name, f"trainer.{name}"):
-            assert nearest_key(written) == f" ({name} is {here} here)"
+            assert nearest_key(written) == f" ({name} is {own_name} here)"
 
 
 def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None:

@@ -102,7 +102,7 @@ def defined_advantages(kind: str, members: tuple[int, ...]) -> list[float]:
 
 
 def baseline_of(
-    estimator: str, i: int, members: tuple[int, ...], rewards: list, group: list[int], every: list[float]
+    estimator: str, i: int, members: tuple[int, ...], rewards: list, group: list[int], all_rewards: list[float]
 ) -> float:
     if estimator == "rloo":
         return mean_of([rewards[j] for j in group if j != i]) if len(group) > 1 else rewards[i]
@@ -110,25 +110,25 @@ def baseline_of(
         return mean_of([rewards[j] for j in group for _ in SEQUENCES[members[j]]])
     if estimator == "reinforce_pp_no_baseline":
         return 0.0
-    return mean_of(every if estimator == "batch" else [rewards[j] for j in group])
+    return mean_of(all_rewards if estimator == "batch" else [rewards[j] for j in group])
 
 
 def defined(estimator: str, scale: str, members: tuple[int, ...], rewards: list[float | None]) -> list[float]:
     """Of the samples that have a reward; 0 of others."""
-    there = [i for i in range(4) if rewards[i] is not None]
-    group_of = {i: [j for j in there if j // 2 == i // 2] for i in there}
-    every = [rewards[i] for i in there]
+    scored = [i for i in range(4) if rewards[i] is not None]
+    group_of = {i: [j for j in scored if j // 2 == i // 2] for i in scored}
+    all_rewards = [rewards[i] for i in scored]
     centred = {}
-    for i in there:
-        centred[i] = rewards[i] - baseline_of(estimator, i, members, rewards, group_of[i], every)
+    for i in scored:
+        centred[i] = rewards[i] - baseline_of(estimator, i, members, rewards, group_of[i], all_rewards)
     if estimator.startswith("reinforce_pp"):
-        of_tokens = [centred[i] for i in there for _ in SEQUENCES[members[i]]]
+        of_tokens = [centred[i] for i in scored for _ in SEQUENCES[members[i]]]
         mean, spread = mean_of(of_tokens or [0.0]), deviation(of_tokens or [0.0])
         centred = {i: (value - mean) / (spread + 1e-4) for i, value in centred.items()}
     spread_of = {
         "none": lambda i: 1.0,
         "group": lambda i: deviation([rewards[j] for j in group_of[i]]) + 1e-4,
-        "batch": lambda i: deviation(every) + 1e-4,
+        "batch": lambda i: deviation(all_rewards) + 1e-4,
         "mean": lambda i: mean_of([rewards[j] for j in group_of[i]]) or math.inf,
     }[scale]
     return [centred[i] / spread_of(i) if i in centred else 0.0 for i in range(4)]
@@ -418,8 +418,8 @@ def test_on_policy_it_is_the_gradient_of_the_expected_reward(name: str) -> None:
 def divergence_gradient(where: str) -> torch.Tensor:
     """The code's, of the KL term alone, with constant weights and no cap in reach."""
     situation = SITUATIONS[where]
-    none = [[0.0] * 4 for _ in BATCHES]
-    terms = terms_of(none, lambda lengths: normalizer_of(lengths, "constant"), situation.behaviour)
+    no_advantages = [[0.0] * 4 for _ in BATCHES]
+    terms = terms_of(no_advantages, lambda lengths: normalizer_of(lengths, "constant"), situation.behaviour)
     bounds = CorrectionOptions(cap=1e6)
     settings = LossSettings(OBJECTIVES["dr_grpo"], OPTIONS, "truncate", bounds, 1.0)
     return code_loss(terms, situation, settings)[1:] * LONGEST
@@ -431,9 +431,9 @@ def true_gradient(where: str) -> torch.Tensor:
     first = situation.behaviour.softmax(-1)[0].tolist()
     logits = situation.now.clone().requires_grad_()
     pi, reference = logits.softmax(-1), situation.reference.softmax(-1)
-    each = (pi * (pi / reference).log()).sum(-1)
+    divergences = (pi * (pi / reference).log()).sum(-1)
     visits = torch.tensor([1.0, first[1], first[2]], dtype=torch.float64)
-    return with_gradient((visits * each).sum(), logits)[1:]
+    return with_gradient((visits * divergences).sum(), logits)[1:]
 
 
 @pytest.mark.parametrize("where", SITUATIONS)

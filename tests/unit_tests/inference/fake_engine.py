@@ -48,10 +48,10 @@ def fake_python(folder: Path) -> Path:
 def flag(name: str, lower: bool = False) -> bool:
     """Whether the folder has that file; `lower` removes it."""
     path = Path(os.environ["FAKE_ENGINE"]) / name
-    there = path.exists()
-    if there and lower:
+    exists = path.exists()
+    if exists and lower:
         path.unlink()
-    return there
+    return exists
 
 
 def first_element(file: Path, name: str) -> float:

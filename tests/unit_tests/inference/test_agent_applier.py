@@ -373,11 +373,11 @@ def loader(folder: Path) -> FileLoader:
 
 
 def test_only_what_a_dead_agent_of_this_machine_left_is_removed(tmp_path: Path, dead_process: int) -> None:
-    here = socket.gethostname()
+    own_host = socket.gethostname()
     for name, owner in {
-        "abandoned": f"{dead_process} {here}",
-        "of-another-machine": f"{dead_process} not-{here}",
-        "alive": f"{os.getpid()} {here}",
+        "abandoned": f"{dead_process} {own_host}",
+        "of-another-machine": f"{dead_process} not-{own_host}",
+        "alive": f"{os.getpid()} {own_host}",
         # An agent that starts right now, and one of an earlier version.
         "unfinished": "",
         "earlier": str(dead_process),

@@ -73,10 +73,10 @@ def offload_sharded() -> list[bool]:
     offload = OptimizerOffload(optimizer)
     offload.away()
     # The thread of a collective that has just ended may hold them a moment longer.
-    gone = [bool(until(lambda held=held: held() is None)) for held in on_device]
+    are_freed = [bool(until(lambda held=held: held() is None)) for held in on_device]
     offload.back()
     after = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
-    return [*gone, *map(torch.equal, before, after)]
+    return [*are_freed, *map(torch.equal, before, after)]
 
 
 def test_sharded_optimizer_state_is_moved_too() -> None:
@@ -121,8 +121,8 @@ def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
     assert tight.graphs + tight.overhead > 4.1 * GIB
     config.inference.engine.args["enforce-eager"] = True
     assert engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=66 * GIB).graphs == 0
-    none = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
-    assert none.kv_cache == 0 < none.kv_one_sequence
+    no_room = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
+    assert no_room.kv_cache == 0 < no_room.kv_one_sequence
     config.inference.engine.memory_gb = 1.5
     assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
 

@@ -160,12 +160,12 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
 
 
 def test_every_so_many_versions_and_none_at_all() -> None:
-    for every, expected in ((0, 0), (1, 6), (3, 2)):
-        verifier = Verifier(every, values, lambda *_: None)
+    for interval, expected in ((0, 0), (1, 6), (3, 2)):
+        verifier = Verifier(interval, values, lambda *_: None)
         for version in range(6):
             verifier.applied(staged_version(version, values()))
             verifier.finish()
-        assert verifier.status.matched == expected and verifier.verifies is (every > 0)
+        assert verifier.status.matched == expected and verifier.verifies is (interval > 0)
 
 
 def test_torn_versions_are_counted_until_one_is_whole() -> None:

@@ -113,17 +113,17 @@ def test_an_engine_of_somebody_else_never_gets_our_token(monkeypatch: pytest.Mon
 def test_files_stay_until_the_last_worker_has_time_to_read_them(workers: int, questions: int, tmp_path: Path) -> None:
     """The order is answered by the first; a question is answered when one more level of the others has obeyed."""
     folder = tmp_path / "not-yet"
-    there: list[bool] = []
+    files_exist: list[bool] = []
 
     def read(path: str, body: bytes) -> tuple[int, Any]:
         nonlocal folder
         assert path == "/update_weights_from_disk"
         folder = Path(json.loads(body)["model_path"])
-        there.append((folder / "model.safetensors").exists())
+        files_exist.append((folder / "model.safetensors").exists())
         return 200, {"success": True, "message": ""}
 
     def facts(_path: str) -> tuple[int, Any]:
-        there.append((folder / "model.safetensors").exists())
+        files_exist.append((folder / "model.safetensors").exists())
         return 200, {"version": "0.5.20", "disable_radix_cache": True, "tp_size": workers}
 
     with serving(read, facts) as url:
@@ -133,7 +133,7 @@ def test_files_stay_until_the_last_worker_has_time_to_read_them(workers: int, qu
         loader = FileLoader(options, control.read_files)
         loader.prepare(VERSION, LABEL)
         loader.load(VERSION, LABEL)
-        assert there == [False] + [True] * (1 + questions) and not folder.exists()
+        assert files_exist == [False] + [True] * (1 + questions) and not folder.exists()
         loader.close()
 
 

@@ -45,8 +45,8 @@ def imports_of_vllm() -> Iterator[tuple[str, str]]:
 def test_every_name_imported_from_vllm_exists(sources: Path | zipfile.Path) -> None:
     wanted = sorted(set(imports_of_vllm()))
     assert ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload") in wanted
-    there = {module: names_in(sources, module) for module, _ in wanted}
-    missing = [f"{module}: {name}" for module, name in wanted if name not in there[module]]
+    names_of = {module: names_in(sources, module) for module, _ in wanted}
+    missing = [f"{module}: {name}" for module, name in wanted if name not in names_of[module]]
     assert not missing
 
 
@@ -103,8 +103,8 @@ def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path | zip
         == code.count("== 'external_launcher' and self.parallel_config.pipeline")
         == 1
     )
-    for ours in ("prompt_logprobs", "logprobs_mode", "sleep", "weight_transfer", "tensor_parallel"):
-        assert ours not in code
+    for option in ("prompt_logprobs", "logprobs_mode", "sleep", "weight_transfer", "tensor_parallel"):
+        assert option not in code
 
 
 def test_sleep_takes_our_levels_modes_and_tags(sources: Path | zipfile.Path) -> None:

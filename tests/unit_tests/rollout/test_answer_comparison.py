@@ -168,7 +168,12 @@ TABLE: dict[str, list[tuple[str, list[str], list[str]]]] = {
 
 @pytest.mark.parametrize("kind", TABLE)
 def test_equal_answers_are_right_and_others_wrong(kind: str) -> None:
-    pairs = [(gold, answer, right) for gold, *both in TABLE[kind] for right in (1, 0) for answer in both[1 - right]]
+    pairs = [
+        (gold, answer, right)
+        for gold, *right_and_wrong in TABLE[kind]
+        for right in (1, 0)
+        for answer in right_and_wrong[1 - right]
+    ]
     rewards = accuracy(
         completions=[rf"\boxed{{{answer}}}" for _, answer, _ in pairs], answer=[gold for gold, *_ in pairs]
     )

@@ -296,11 +296,11 @@ def test_processes_of_an_agent_end_with_its_command(tmp_path: Path, ends: str) -
             return failure.kind
         finally:
             if ends != "with its worker":  # nor does it outlive its episode
-                await gone()
+                await until_process_is_gone()
             await pool.close()
-            await gone()
+            await until_process_is_gone()
 
-    async def gone() -> None:
+    async def until_process_is_gone() -> None:
         pid, deadline = int(mark.read_text()), time.monotonic() + PATIENCE_S
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline

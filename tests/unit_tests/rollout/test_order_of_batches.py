@@ -68,8 +68,8 @@ def test_batches_have_the_same_groups_whatever_finishes_first(
             reach(rollouts, version + 1)
             if version == 2:
                 state = saved(rollouts)
-    every = [index for index in range(1000) if usable[index]]
-    assert indices(*batches) == every[: BATCHES * BATCH_GROUPS]
+    usable_indices = [index for index in range(1000) if usable[index]]
+    assert indices(*batches) == usable_indices[: BATCHES * BATCH_GROUPS]
     # A run that resumes goes on with the next ones.
     with running(make_config(max_staleness), actors, rewards, state, version=3) as rollouts:
         assert indices(take(rollouts, 3)) == indices(batches[3])

@@ -161,10 +161,10 @@ def test_every_minibatch_has_its_part_of_every_source_and_of_its_passes(sources:
     for trial in range(12):
         chance = random.Random(f"{sources} {count} {trial}")
         weights = {f"s{number}": 1 if trial < 4 else chance.choice([1, 2, 3, 0.5]) for number in range(sources)}
-        every, groups = chance.choice([1, 2, 5, 10]), count * chance.randint(1, 12)
+        interval, groups = chance.choice([1, 2, 5, 10]), count * chance.randint(1, 12)
         scheduler, first = SourceScheduler(weights, groups), chance.randrange(20)
         shares = [
-            [Group(i, [], name, i % every == 0) for i in range(first, first + scheduler.upcoming(name, 1)[0])]
+            [Group(i, [], name, i % interval == 0) for i in range(first, first + scheduler.upcoming(name, 1)[0])]
             for name in weights
         ]
         batch = Batch(0, in_turns(shares) if trial % 2 else [group for share in shares for group in share])

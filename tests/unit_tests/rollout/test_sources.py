@@ -128,8 +128,8 @@ def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_sta
         resumed = train(rollouts, later, range(2, 8))
     assert [indices(step_batch) for step_batch in resumed] == [indices(step_batch) for step_batch in straight[2:]]
     assert [names(step_batch) for step_batch in resumed] == [names(step_batch) for step_batch in straight[2:]]
-    every = indices(*straight[:2], *resumed)
-    assert len(every) == len(set(every))
+    trained = indices(*straight[:2], *resumed)
+    assert len(trained) == len(set(trained))
     # After a restart of the ranks, the recorded batches come first.
     _, kept = journal.set_aside(2)
     again = actors()
@@ -142,8 +142,8 @@ def test_a_resume_has_the_same_prompts_in_the_same_order(tmp_path: Path, max_sta
     journal.close()
     assert repeated[:3] == straight[2:5]
     assert [names(step_batch) for step_batch in repeated] == [names(step_batch) for step_batch in straight[2:]]
-    every = indices(*straight[:2], *repeated)
-    assert len(every) == len(set(every))
+    trained = indices(*straight[:2], *repeated)
+    assert len(trained) == len(set(trained))
     config.source[0].name = "other"
     with (
         pytest.raises(UserError, match=r"not those of the checkpoint \(sums, more, rare\)"),
@@ -204,15 +204,15 @@ def test_the_last_error_says_that_every_call_timed_out_or_raised(tmp_path: Path,
     class Text(Characters):
         shield, encode_shielded = staticmethod(str), Characters.encode
 
-    config, here = make_config(), "tests.unit_tests.rollout"
+    config, package = make_config(), "tests.unit_tests.rollout"
     config.training.global_batch_size, config.rewards.timeout_s = 2, 0.2
     config.training.seq_len, config.rollout.max_completion_tokens = 32, 8
     backends = {}
     if what == "reward":
-        config.rewards.functions = [f"{here}.reward_examples:async_hang"]
+        config.rewards.functions = [f"{package}.reward_examples:async_hang"]
     else:
         factory = "environment_examples:HangsAsleep" if what == "environment" else "failing_environments:Raises"
-        config.environment.factory = f"{here}.{factory}"
+        config.environment.factory = f"{package}.{factory}"
         config.environment.step_timeout_s = 0.2 if what == "environment" else PATIENCE_S
         config.environment.max_retries, config.rewards.functions = 0, []
         backends = make_backends(config, Actors(), EventLog(tmp_path / "events.jsonl"), tmp_path)  # type: ignore[arg-type]

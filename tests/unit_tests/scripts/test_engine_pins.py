@@ -35,12 +35,12 @@ def test_trainer_and_engines_have_one_nccl() -> None:
     engines = installed_engines()
     assert set(engines) == {"vllm", "sglang"}
     torches = {PINS[f"{name}=={version}"]["torch"] for name, version in engines.items()}
-    ours = torch_of_gpu_builds()
-    assert {PINS[f"torch=={version}"][NCCL] for version in torches} == {PINS[f"torch=={ours}"][NCCL]}
+    own_torch = torch_of_gpu_builds()
+    assert {PINS[f"torch=={version}"][NCCL] for version in torches} == {PINS[f"torch=={own_torch}"][NCCL]}
     # A colocated trainer has vLLM's torch.
     (allowed,) = [requirement for requirement in read_requirements([]) if requirement.startswith("torch>")]
     least, below = (version_numbers(bound) for bound in re.findall(r"[<>=]+([\d.]+)", allowed))
-    assert all(least <= version_numbers(version) < below for version in (*torches, ours))
+    assert all(least <= version_numbers(version) < below for version in (*torches, own_torch))
 
 
 @pytest.mark.parametrize("pinned", sorted(PINS))

@@ -260,19 +260,19 @@ def test_pass_at_k_by_counting_subsets(n: int, data: st.DataObject) -> None:
 def test_several_sets_have_figures_of_their_own_and_a_mean(tmp_path: Path) -> None:
     few = make(tmp_path, Actors(), num_prompts=2, samples_per_prompt=1)
     sets = {"all": make(tmp_path, Actors()), "few": few}
-    every, alone = evaluate(sets["all"]), evaluate(few)
-    assert every is not None and alone is not None
+    of_all, of_few = evaluate(sets["all"]), evaluate(few)
+    assert of_all is not None and of_few is not None
     found = asyncio.run(evaluate_all(sets, 2, 5, VERSION, 300.0))
     assert found is not None
-    for name, figures in (("all", every), ("few", alone)):
+    for name, figures in (("all", of_all), ("few", of_few)):
         for key, value in figures.items():
             if key.startswith("eval/") and key != "eval/time_s":
                 assert found[key.replace("eval/", f"eval/{name}/")] == value
-    assert found["eval/pass@1"] == pytest.approx((every["eval/pass@1"] + alone["eval/pass@1"]) / 2)
+    assert found["eval/pass@1"] == pytest.approx((of_all["eval/pass@1"] + of_few["eval/pass@1"]) / 2)
     assert found["eval/samples"] == 12 + 2 and "eval/pass@2" not in found
     # One that is not due, or is missing, leaves no mean.
     found = asyncio.run(evaluate_all({"few": few}, 2, 5, VERSION, 300.0))
-    assert found is not None and found["eval/few/pass@1"] == alone["eval/pass@1"] and "eval/pass@1" not in found
+    assert found is not None and found["eval/few/pass@1"] == of_few["eval/pass@1"] and "eval/pass@1" not in found
     assert found["eval/version"] == VERSION
 
 

@@ -26,25 +26,25 @@ def make_batch() -> Batch:
     """Episodes of one to three turns with replies between them; one is cut off, one has two branches."""
     rng = random.Random(3)
 
-    def some(most: int) -> list[int]:
+    def random_tokens(most: int) -> list[int]:
         return [rng.randrange(128) for _ in range(rng.randint(1, most))]
 
     def branch(prompt: list[int], turns: int) -> Branch:
         segments: list[Segment] = [Given(prompt)]
         for turn in range(turns):
-            tokens = some(5)
+            tokens = random_tokens(5)
             log_probs = [rng.uniform(-6.0, -4.0) for _ in tokens]
             segments += [Completion(tokens, log_probs, "stop", [VersionSpan("e", 0, 0, len(tokens))])]
-            segments += [Given(some(6))] if turn < turns - 1 or rng.random() < 0.5 else []
+            segments += [Given(random_tokens(6))] if turn < turns - 1 or rng.random() < 0.5 else []
         return Branch(segments)
 
     groups = []
     for index in range(3):
-        prompt = some(6)
+        prompt = random_tokens(6)
         samples = [Sample([branch(prompt, rng.randint(1, 3))], "stop", rng.random()) for _ in range(3)]
         groups.append(Group(index, samples))
     groups[0].samples[0].finish_reason = "length"
-    groups[1].samples[0].branches.append(branch(some(6), 3))
+    groups[1].samples[0].branches.append(branch(random_tokens(6), 3))
     return Batch(0, groups)
 
 

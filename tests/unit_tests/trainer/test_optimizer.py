@@ -109,8 +109,8 @@ def test_muon_is_torchs_for_every_matrix_of_a_layer_and_adamw_for_the_rest() -> 
             matrix.grad = ours.get_parameter(f"{name}.weight").grad
         for expert, gradient in zip(experts, ours.experts.grad, strict=True):
             expert.grad = gradient
-        for each in (optimizer, reference, torch_muon):
-            each.step()
+        for stepped in (optimizer, reference, torch_muon):
+            stepped.step()
     expected = {f"{name}.weight": matrix.detach() for name, matrix in whole.items()} | {"experts": torch.stack(experts)}
     for name, parameter in ours.named_parameters():
         if name in expected:  # five products in bfloat16, in another order

@@ -408,17 +408,17 @@ def test_a_default_run_adds_to_the_heads_gradient_in_place(
     """By default sequences are masked in direct mode, so the head takes two passes."""
     checkpoint = tiny_checkpoint("qwen3", tied)
     trainer = SpiedTrainer(run_config(checkpoint))
-    ours = Gradients(trainer)
+    gradients = Gradients(trainer)
     trainer.train(0)
     assert len(trainer.given[0][0]) >= 2
     # Only the first micro-batch's backward makes a gradient.
-    assert ours.returned == [True] + [False] * (len(ours.returned) - 1) and len(set(ours.places)) == 1
+    assert gradients.returned == [True] + [False] * (len(gradients.returned) - 1) and len(set(gradients.places)) == 1
     monkeypatch.setattr(fused_head, "places_of", lambda weights, needed: [None] * len(weights))
     trainer = SpiedTrainer(run_config(checkpoint))
     separate = Gradients(trainer)
     trainer.train(0)
     assert all(separate.returned) and separate.result.abs().max() > 0
-    torch.testing.assert_close(ours.result, separate.result, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients.result, separate.result, rtol=1e-5, atol=1e-7)
 
 
 def test_next_token_log_probs_agree_with_scores_at_the_runs_temperature(

@@ -139,11 +139,11 @@ def test_plan_counts_its_bytes(
 
 
 def test_offloaded_reference_says_the_same(config: JobConfig) -> None:
-    _, here, _ = build(config)
+    _, on_device, _ = build(config)
     config.training.enable_cpu_offload = "optimizer"
     policy, offloaded, _ = build(config)
     for _ in range(2):
-        assert torch.equal(log_probs(offloaded.policy), log_probs(here.policy))
+        assert torch.equal(log_probs(offloaded.policy), log_probs(on_device.policy))
         # Nothing is left gathered after a forward.
         assert all(isinstance(shard, DTensor) and shard.device.type == "cpu" for shard in offloaded.policy.parameters())
     assert not any(isinstance(parameter, DTensor) for parameter in policy.parameters())

@@ -200,8 +200,8 @@ def test_replay_makes_a_trainer_agree_with_a_coarser_engine(tmp_path: Path) -> N
         completion.routes = Routes(prompt, completion.routes.experts[prompt:])
         forgotten += prompt
     share = 1 - forgotten / sum(sample.num_tokens - 1 for sample in batch.samples)
-    some = _train(mixture, copy.deepcopy(batch), True)
-    assert some["routing/replayed_share"] == pytest.approx(share)
+    without_prompts = _train(mixture, copy.deepcopy(batch), True)
+    assert without_prompts["routing/replayed_share"] == pytest.approx(share)
     unheard = decode_batch(encode_batch(_batch(mixture, torch.bfloat16, routes=False)))
     assert _train(mixture, unheard, True)["routing/replayed_share"] == 0
 

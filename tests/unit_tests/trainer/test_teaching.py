@@ -164,7 +164,9 @@ def test_each_source_is_pulled_towards_its_own_teacher(checkpoints: list[str], d
     assert [*trainer.references] == [os.path.realpath(path) for path in (checkpoints[1], checkpoints[0])]
     shape = read_shape(config)
     assert shape is not None
-    held = sum(parameter.nbytes for each in trainer.references.values() for parameter in each.policy.parameters())
+    held = sum(
+        parameter.nbytes for reference in trainer.references.values() for parameter in reference.policy.parameters()
+    )
     assert estimate_memory(config, shape, 1).reference == held
     # A policy that moved is another one than its own checkpoint.
     generator = torch.Generator().manual_seed(2)
