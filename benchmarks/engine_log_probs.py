@@ -24,7 +24,7 @@ from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.layers.attention import PackedLayout
 from torchtitan.models.shape.checkpoint_shape import find_flavor
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
-from torchtitan.rollout.data.prompts import arithmetic_rows
+from torchtitan.rollout.data.rows import arithmetic_rows
 
 BARS: common.Bars = {"share_equal": (">=", 1.0), "share_equal_packs": (">=", 1.0)}
 LENGTHS = (5, 33, 100, 250, 420)

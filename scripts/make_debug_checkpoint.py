@@ -40,7 +40,7 @@ from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.shape.exports import SHIPPED_FOLDER, newest_export
 from torchtitan.models.shape.mixture_args import ExpertArgs
 from torchtitan.models.shape.model_args import ModelArgs
-from torchtitan.rollout.data.prompts import arithmetic_rows, hold_out
+from torchtitan.rollout.data.rows import arithmetic_rows, hold_out
 from torchtitan.rollout.environments import builtin_environments as builtin
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.json_lines import read_json_lines

@@ -25,7 +25,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.shape.exports import newest_export
 from torchtitan.models.shape.model_args import ModelArgs
-from torchtitan.rollout.data.prompts import hold_out, load_rows
+from torchtitan.rollout.data.rows import hold_out, load_rows
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 CHAT_TEMPLATE = (

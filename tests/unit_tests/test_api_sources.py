@@ -16,7 +16,7 @@ from torchtitan import Source, train
 from torchtitan.config.source_configs import source_configs
 from torchtitan.errors import UserError
 from torchtitan.preflight.validate import draft_of, validated
-from torchtitan.rollout.data.prompts import load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
 from torchtitan.rollout.environments.builtin_environments import Guess, add
 from torchtitan.rollout.rewards.reward_pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory

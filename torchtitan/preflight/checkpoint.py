@@ -16,7 +16,9 @@ from torchtitan.preflight.check import Check
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import refuse_unread_calls
 from torchtitan.rollout.data.demonstrations import DemonstrationMaker
-from torchtitan.rollout.data.prompts import BUILT_IN, PromptMaker, load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.data.rows import BUILT_IN
 from torchtitan.rollout.data.unknown_text import refuse_surplus_tokens, vocabulary_of
 
 KEY = "model.hf_assets_path"

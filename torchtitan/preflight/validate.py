@@ -48,7 +48,7 @@ from torchtitan.rollout.data.own_code import (
     tool_problem,
 )
 from torchtitan.rollout.data.peek import peek_columns
-from torchtitan.rollout.data.prompts import BUILT_IN, FILE_ENDINGS, file_problem, split_of
+from torchtitan.rollout.data.rows import BUILT_IN, FILE_ENDINGS, file_problem, split_of
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import find_isolation

@@ -30,7 +30,7 @@ from torchtitan.config.sources import flat
 from torchtitan.config.values import read_toml, show
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.shape.exports import EXPORT_FOLDERS, clean_exports, set_aside, steps_in
-from torchtitan.rollout.data.prompts import FILE_ENDINGS
+from torchtitan.rollout.data.rows import FILE_ENDINGS
 from torchtitan.utils.child_process import LOSS_VARIABLE
 from torchtitan.utils.files import file_checksum, sync_folder, write_file
 from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole

@@ -12,7 +12,7 @@ from torchtitan.config.job_config import JobConfig, config_to_toml
 from torchtitan.config.reward_names import judging_reward
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import draft_of, validated
-from torchtitan.rollout.data.prompts import load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
 
 GUESS = "torchtitan.rollout.environments.builtin_environments:Guess"
 FILE = f"""

@@ -19,7 +19,8 @@ from torchtitan.preflight.checkpoint import unusual_tokens
 from torchtitan.preflight.validate import load_config
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstrations
-from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.data.unknown_text import refuse_surplus_tokens
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"

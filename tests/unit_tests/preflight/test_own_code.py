@@ -21,7 +21,7 @@ from torchtitan.config.reading import Draft, Problem
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.grpo_train import Run
 from torchtitan.preflight.validate import draft_of, load_config
-from torchtitan.rollout.data.prompts import load_rows
+from torchtitan.rollout.data.rows import load_rows
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.builtin_rewards import arithmetic
 

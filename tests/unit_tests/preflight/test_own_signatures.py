@@ -11,7 +11,7 @@ from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.validate import load_config
-from torchtitan.rollout.data.prompts import load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
 
 MODULE = '''
 """A module that fails where it is run."""
@@ -139,6 +139,6 @@ def test_columns_of_a_file_are_looked_at_and_all_of_them_where_it_is_loaded(
     # Where nothing is known before the rows are loaded, they tell.
     config = JobConfig()
     config.rollout.dataset, config.rewards.functions = "signatures:rows_of", ["signatures:other_column"]
-    monkeypatch.setattr("torchtitan.rollout.data.prompts.load_rows", lambda *_, **__: rows)
+    monkeypatch.setattr("torchtitan.rollout.data.job_rows.load_rows", lambda *_, **__: rows)
     with pytest.raises(UserError, match="'signatures:rows_of': reward function .* has a column 'answr'"):
         load_datasets(config)

@@ -12,7 +12,8 @@ import pytest
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.validate import load_config
-from torchtitan.rollout.data.prompts import load_datasets, load_rows
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.rows import load_rows
 
 ROW = '{"prompt": "01+02=", "answer": "300"}\n'
 
@@ -59,7 +60,7 @@ def test_a_function_of_rows_that_is_not_there_is_refused(write_config: WriteConf
 
 
 def test_a_function_of_rows_does_not_evaluate_what_it_trains(write_config: WriteConfig) -> None:
-    rows = "torchtitan.rollout.data.prompts:arithmetic_rows"
+    rows = "torchtitan.rollout.data.rows:arithmetic_rows"
     with pytest.raises(ConfigError, match="must not be the prompts of training"):
         load_config([*write_config(), "--rollout.dataset", rows, "--eval.dataset", rows])
 

@@ -20,7 +20,7 @@ from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.shape.exports import SHIPPED, SHIPPED_FOLDER
 from torchtitan.preflight.validate import load_config
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
-from torchtitan.rollout.data.prompts import arithmetic_rows, hold_out
+from torchtitan.rollout.data.rows import arithmetic_rows, hold_out
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (SHIPPED_FOLDER / "README.md").read_text()

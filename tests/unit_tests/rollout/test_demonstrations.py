@@ -14,7 +14,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationMaker, Demonstrations
-from torchtitan.rollout.data.prompts import load_datasets, load_rows
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.rows import load_rows
 
 ASK = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 HI, YES, MORE = (

@@ -18,15 +18,10 @@ from pyarrow import parquet
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.rollout.data.job_rows import load_datasets
 from torchtitan.rollout.data.prompt_stream import PromptStream
-from torchtitan.rollout.data.prompts import (
-    PromptMaker,
-    arithmetic_rows,
-    first_held_out,
-    hold_out,
-    load_datasets,
-    load_rows,
-)
+from torchtitan.rollout.data.prompts import PromptMaker, first_held_out
+from torchtitan.rollout.data.rows import arithmetic_rows, hold_out, load_rows
 
 
 class Characters:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit_tests.rollout.test_prompts import Characters, make_config, write_jsonl
 from torchtitan.errors import UserError
-from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.rewards import ARGUMENTS
 from torchtitan.rollout.rewards import reward_worker as worker
 from torchtitan.rollout.rewards.references import unreadable

@@ -20,7 +20,8 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.conversation.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.data.demonstrations import Demonstration, DemonstrationMaker
-from torchtitan.rollout.data.prompts import PromptMaker, load_datasets
+from torchtitan.rollout.data.job_rows import load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker
 from torchtitan.rollout.environments.environment_pool import EpisodeOutcome, Reply
 from torchtitan.rollout.flow.episodes import EpisodePlayer
 from torchtitan.rollout.flow.rollouts import EpisodeBackend, Rollouts

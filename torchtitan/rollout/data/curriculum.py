@@ -15,7 +15,8 @@ import numpy as np
 
 from torchtitan.errors import UserError, load_function
 from torchtitan.rollout.data.prompt_stream import PromptStream
-from torchtitan.rollout.data.prompts import PromptMaker, Row
+from torchtitan.rollout.data.prompts import PromptMaker
+from torchtitan.rollout.data.rows import Row
 from torchtitan.rollout.types import Prompt
 
 # The mean variance of all prompts counts as much as this share of a group in the estimate of each prompt.

@@ -21,8 +21,9 @@ from torchtitan.rollout.conversation.messages import ASSISTANT, plain_message
 from torchtitan.rollout.conversation.results import settle_results
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.unwritten import AnswerCheck
+from torchtitan.rollout.data.job_rows import load_datasets
 from torchtitan.rollout.data.prompt_stream import PromptStream, load_streams
-from torchtitan.rollout.data.prompts import PromptMaker, first_held_out, load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker, first_held_out
 from torchtitan.rollout.data.source_scheduler import SourceScheduler, in_turns
 from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample

@@ -6,7 +6,7 @@ import functools
 import json
 from pathlib import Path
 
-from torchtitan.rollout.data.prompts import BUILT_IN
+from torchtitan.rollout.data.rows import BUILT_IN
 
 # Of a file that are looked at; it may have gigabytes.
 BYTES = 8 << 20

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.data.prompts import PromptMaker, described, none_fits
+from torchtitan.rollout.data.prompts import PromptMaker, none_fits
+from torchtitan.rollout.data.rows import described
 from torchtitan.rollout.types import Prompt
 
 logger = logging.getLogger(__name__)

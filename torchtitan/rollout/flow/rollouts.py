@@ -26,8 +26,9 @@ from torchtitan.rollout.conversation.tokenizer import Tokenizer
 from torchtitan.rollout.conversation.tool_detection import detect_format, refuse_unread_calls
 from torchtitan.rollout.data.curriculum import CurriculumStream
 from torchtitan.rollout.data.demonstrations import DemonstrationMaker
+from torchtitan.rollout.data.job_rows import is_chat, load_datasets
 from torchtitan.rollout.data.prompt_stream import PromptStream
-from torchtitan.rollout.data.prompts import PromptMaker, first_held_out, is_chat, load_datasets
+from torchtitan.rollout.data.prompts import PromptMaker, first_held_out
 from torchtitan.rollout.data.source_scheduler import SourceScheduler
 from torchtitan.rollout.data.unknown_text import check_unknown_text, refuse_surplus_tokens, vocabulary_of
 from torchtitan.rollout.environments.environment_pool import AgentPool, EnvironmentPool
