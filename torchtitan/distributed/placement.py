@@ -46,7 +46,7 @@ class ParallelDims:
     @classmethod
     def from_config(cls, parallelism: Parallelism, world_size: int, rank: int | None = None) -> ParallelDims:
         """Fill in the shard degree where it is -1; without a rank, take the one that torchrun set. That the degrees fit
-        the world size preflight/validate.py has seen to."""
+        the world size preflight/training.py has seen to."""
         rank = from_torchrun("RANK", "0") if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         experts, context = parallelism.expert_parallel_degree, parallelism.context_parallel_degree

@@ -14,8 +14,18 @@ from torchtitan.config.job_config import JobConfig, value_at
 from torchtitan.config.reading import Problem
 from torchtitan.config.values import show
 from torchtitan.errors import nearest
+from torchtitan.rollout.data.own_code import function_problem
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.utils.definitions import bound_names, definition_of, find_module, signature_of
+
+OWN_ARGUMENTS = {
+    "grpo.loss_type": (("log_probs", "log_ratio", "advantages", "options"), "sequences"),
+    "grpo.advantage": (("rewards", "tokens"), ""),
+    "grpo.off_policy_correction": (("ratio", "options"), "sequences"),
+    "grpo.group_filter": (("group",), ""),
+    "rollout.sampler": (("means", "variances", "groups", "typical"), ""),
+}
+"""Keys that may name a function of the user's that this program calls -> its arguments, and one that it may take"""
 
 
 @dataclass
@@ -81,6 +91,11 @@ def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | 
     if function in known or "*" in known or "__getattr__" in known:
         return None
     return f"{what} {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
+
+
+def own_function_problem(name: str, key: str) -> str | None:
+    """Return why a function of the user's cannot be what this key needs; None if it can."""
+    return name_problem(name, "function") or function_problem(name, "function", *OWN_ARGUMENTS[key])
 
 
 def may_take(name: str, parameter: str) -> bool:

@@ -445,7 +445,7 @@ def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: 
 def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.preflight.validate.is_installed", lambda name: True)
+    monkeypatch.setattr("torchtitan.preflight.tasks.is_installed", lambda name: True)
     arguments = [*write_config(), "--rollout.dataset", "openai/gsm8k:main", "--eval.dataset", "openai/gsm8k:main"]
     load_config(arguments)
     with pytest.raises(ConfigError, match="must not be the prompts of training"):
