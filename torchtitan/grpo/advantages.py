@@ -60,7 +60,8 @@ def _normalized(advantages: Groups, tokens: Groups) -> Groups:
     everything, counts = torch.cat(advantages), torch.cat(tokens)
     total = counts.sum().clamp(min=1)
     mean = (counts * everything).sum() / total
-    deviation = ((counts * (everything - mean).square()).sum() / (total - 1).clamp(min=1)).sqrt()
+    squares = (counts * (everything - mean).square()).sum()
+    deviation = (squares / (total - 1).clamp(min=1)).sqrt()
     return [(values - mean) / (deviation + STD_EPSILON) for values in advantages]
 
 

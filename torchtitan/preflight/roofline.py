@@ -88,15 +88,19 @@ def count(config: JobConfig, args: ModelArgs, ranks: int, tokens: float, micro_b
     shards = parallelism.shard_degree(ranks) * context
     elementwise += (updated > 0) * args.num_parameters() / (shards * tensor) * 40
     copied, overlapped = _by_fsdp(config, args, ranks, micro_batches)
-    between = share * layers * exchanged * (forwards + trained)
+    passes = forwards + trained
+    between = share * layers * exchanged * passes
     if tensor > 1:
-        between += 4 * layers * args.hidden_size * tokens / context * (tensor - 1) / tensor * (forwards + trained)
+        between += 4 * layers * args.hidden_size * tokens / context * (tensor - 1) / tensor * passes
     if context > 1:
-        between += 2 * layers * _rotated(args) * share * (forwards + trained)
+        between += 2 * layers * _rotated(args) * share * passes
+    products = passes + updated
+    # The attention of layers that are computed again counts once more.
+    repeated = attending * trained / (scored + 3 * trained)
     return Counts(
-        2 * share * (matrices * (forwards + trained + updated) + head * head_products),
-        2 * share * of_experts * (forwards + trained + updated),
-        share * attended * (1 + attending * trained / (scored + 3 * trained)),
+        2 * share * (matrices * products + head * head_products),
+        2 * share * of_experts * products,
+        share * attended * (1 + repeated),
         elementwise + copied,
         overlapped,
         width * between,
@@ -153,13 +157,19 @@ def _by_fsdp(config: JobConfig, args: ModelArgs, ranks: int, micro_batches: floa
         if ranks == 1 and width == master:
             continue
         # A rank casts and copies its part, and copies the whole out; where it has no other, it copies all the same.
-        copied += gathered * ((master + 3 * width) / over + 2 * width * (over > 1))
+        per_element = (master + 3 * width) / over
+        if over > 1:
+            per_element += 2 * width
+        copied += gathered * per_element
         if alone:
             # Gradients are added to the sum of them, which is copied twice.
             copied += owned * (micro_batches * (width + 2 * reduced) + grpo.num_minibatches * 3 * reduced) * trained
         else:
             # Gradients are copied for the reduction, and its result is added to those of earlier micro-batches.
-            copied += owned * reductions * (width + reduced + 2 * reduced * (over == 1) + 3 * master / over)
+            per_element = width + reduced + 3 * master / over
+            if over == 1:
+                per_element += 2 * reduced
+            copied += owned * reductions * per_element
     return copied, sent
 
 
