@@ -40,7 +40,10 @@ def gather_parts(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | N
 
 
 def _padded(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    return F.pad(x, (0,) * (2 * x.dim() - 1) + (max(*sizes, 1) - len(x),)).contiguous()
+    missing_rows = max(*sizes, 1) - len(x)
+    # F.pad begins with the last dimension: only the end of the first one, at the very end, is padded.
+    padding = (*[0] * (2 * x.dim() - 1), missing_rows)
+    return F.pad(x, padding).contiguous()
 
 
 def _sizes(x: torch.Tensor) -> list[int]:

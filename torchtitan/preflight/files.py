@@ -21,7 +21,8 @@ def check_files(check: Check) -> None:
     missing = replay and not (Path(replay) / "journal.jsonl").is_file()
     refuse("rollout.replay", missing, "must be a run folder with a journal.jsonl")
     if replay and not missing:
-        recorded = read_toml(str(Path(replay) / "config.toml"))[0].get("rollout", {}).get("temperature")
+        tables, _ = read_toml(str(Path(replay) / "config.toml"))
+        recorded = tables.get("rollout", {}).get("temperature")
         # The trainer would score the samples at another temperature than they were sampled with.
         other = recorded is not None and recorded != config.rollout.temperature
         refuse("rollout.temperature", other, f"must be {recorded}, as of the samples of rollout.replay = {replay}")

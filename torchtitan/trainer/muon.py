@@ -75,9 +75,11 @@ def _runs(rows: Sequence[int]) -> tuple[range, ...]:
 
 def _overlap(places: range, held: slice) -> tuple[slice, slice]:
     """Which of the places lie within `held`, and where they are there."""
-    first, last = (
-        min(len(places), max(0, -((places.start - edge) // places.step))) for edge in (held.start, held.stop)
-    )
+
+    def places_before(edge: int) -> int:
+        return min(len(places), max(0, -((places.start - edge) // places.step)))
+
+    first, last = places_before(held.start), places_before(held.stop)
     begin = places.start + first * places.step - held.start
     return slice(first, last), slice(begin, begin + (last - first) * places.step, places.step)
 

@@ -207,9 +207,9 @@ class PolicyTrainer:
                 log_probs.append(self._forward(self.policy, micro_batch, entropy=False)[0])
         all_log_probs = torch.cat(log_probs)
         # Ranks that hold the same sums count them as often as the tokens.
-        total, tokens = all_reduce_sum(
-            torch.stack((all_log_probs.double().sum(), all_log_probs.new_tensor(len(all_log_probs)).double()))
-        ).tolist()
+        own_sum = all_log_probs.double().sum()
+        own_count = own_sum.new_tensor(len(all_log_probs))
+        total, tokens = all_reduce_sum(torch.stack((own_sum, own_count))).tolist()
         loss = -total / max(tokens, 1.0)
         return {"eval/loss": loss, "eval/tokens": tokens / self.config.parallelism.ranks_per_pack}
 

@@ -300,7 +300,8 @@ def finish_checkpoint(folder: Path, step: int, files: Mapping[str, Any], **facts
 def encode_marker(facts: Mapping[str, Any]) -> bytes:
     """Return the content of a marker file: these facts and their checksum."""
     facts = {name: value for name, value in facts.items() if name != "checksum"}
-    return json.dumps(facts | {"checksum": xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())}, indent=1).encode()
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+    return json.dumps(facts | {"checksum": checksum}, indent=1).encode()
 
 
 def damage(path: Path, part: int = 0, parts: int = 1) -> str:

@@ -99,7 +99,8 @@ def hinted(branches: Sequence[Branch], merged: bool) -> tuple[torch.Tensor, Pack
         tokens = teachers_tokens(branch)
         sequences.append(tokens)
         # Behind another prompt, they are as many places later as that is longer.
-        predicting.append(np.array(branch.sampled_at) - 1 + len(tokens) - (len(branch) - 1))
+        later = len(tokens) - (len(branch) - 1)
+        predicting.append(np.array(branch.sampled_at) - 1 + later)
     runs = merge(sequences) if merged else keep_apart(sequences)
     packed = np.concatenate([sequences[number][first:end] for number, first, end in runs.sources])
     active = np.concatenate([places[at] for places, at in zip(runs.places, predicting, strict=True)])

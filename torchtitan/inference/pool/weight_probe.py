@@ -375,7 +375,8 @@ class ParityGuard:
                 kept = (completion.kept_token_ids or [[]])[0]
                 # Truncation leaves the probability of the others to those that are kept.
                 rest = float(np.logaddexp.reduce(log_probs[kept])) if kept else 0.0
-                differences.append(abs(completion.log_probs[0] - (float(log_probs[completion.token_ids[0]]) - rest)))
+                expected = float(log_probs[completion.token_ids[0]]) - rest
+                differences.append(abs(completion.log_probs[0] - expected))
         difference = sum(differences) / len(differences)
         if difference <= self._samples_tolerance:
             seen.samples_right, seen.doubted = True, False

@@ -82,7 +82,8 @@ def answer_text(trajectory: Trajectory) -> str:
     completion: Any = trajectory.completion
     if isinstance(completion, str):
         return completion.strip()
-    return "\n\n".join(filter(None, (str(message.get("content") or "").strip() for message in completion)))
+    texts = [str(message.get("content") or "").strip() for message in completion]
+    return "\n\n".join(filter(None, texts))
 
 
 def feedback_text(trajectory: Trajectory) -> str:

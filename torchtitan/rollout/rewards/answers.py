@@ -108,7 +108,8 @@ def last_boxed(text: str) -> str | None:
 def _last_expression(text: str) -> str | None:
     mark, announcement = text.rfind(GSM8K_MARK), max(text.rfind("nswer"), text.rfind("NSWER"))
     if mark > announcement:
-        answer = tidy(_bare(text[mark + len(GSM8K_MARK) :].partition("\n")[0].strip()))
+        line = text[mark + len(GSM8K_MARK) :].partition("\n")[0]
+        answer = tidy(_bare(line.strip()))
         if not HEADING.match(answer) and (as_number(answer) or _lists_numbers(answer)):
             return answer
     announced = ANNOUNCED.match(text, announcement) if announcement >= 0 else None

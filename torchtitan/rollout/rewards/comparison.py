@@ -274,7 +274,8 @@ def _may_be_product(text: str) -> bool:
     """Whether the letters may be factors, as in xy or abc: two or neighbours in the alphabet without e, i, o and u,
     or more without any vowel."""
     letters = set(text.lower())
-    if not (text.isascii() and text.isalpha() and (text.islower() or text.isupper())) or len(letters) < len(text):
+    in_one_case = text.islower() or text.isupper()
+    if not (text.isascii() and text.isalpha() and in_one_case) or len(letters) < len(text):
         return False
     if letters & set("eiou"):
         return False

@@ -130,9 +130,10 @@ class Judge:
             group = GroupQuestion(session, question, next(iter(answer), None))
             first, *again = await asyncio.gather(*(of_mode(group, distinct, number) for number in range(1 + twice)))
         for second in again:
-            apart = [abs(a - b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-            if apart:
-                log_metric("judge/disagreement", sum(apart) / len(apart))
+            pairs = zip(first, second, strict=True)
+            differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+            if differences:
+                log_metric("judge/disagreement", sum(differences) / len(differences))
         for name, count in group.counts.items():
             log_metric(f"judge/{name}", count)
         price = group.counts["prompt_tokens"] * self.prompt_price

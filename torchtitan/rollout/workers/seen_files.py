@@ -80,7 +80,10 @@ def mounts_over(visible: Iterable[str | Path], hidden: Iterable[Path]) -> list[M
 
 def is_withheld(path: str) -> bool:
     """Return whether a path exists in a home folder, where an isolated process may not see it."""
-    return os.path.exists(path) and any(home in Path(os.path.realpath(path)).parents for home in homes())
+    if not os.path.exists(path):
+        return False
+    folders = Path(os.path.realpath(path)).parents
+    return any(home in folders for home in homes())
 
 
 def _of_kernel() -> Iterator[str]:

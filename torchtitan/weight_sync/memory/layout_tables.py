@@ -81,7 +81,10 @@ class ParameterTable:
         if any(dtype not in DTYPE_BYTES for dtype, _ in kinds):
             raise ValueError("an unknown dtype")
         kind = unpack(data["kind"], len(kinds))
-        names = tuple(inflate(data["names"], _MAX_NAMES_BYTES).decode().split("\n")) if len(kind) else ()
+        names: tuple[str, ...] = ()
+        if len(kind):
+            text = inflate(data["names"], _MAX_NAMES_BYTES).decode()
+            names = tuple(text.split("\n"))
         if len(names) != len(kind):
             raise ValueError(f"{len(names)} parameters have {len(kind)} kinds")
         return cls(names, kinds, kind)

@@ -247,7 +247,8 @@ class ReplicaPool:
         """Set the steps of the next round from the duration of this one. Change slowly: a round that ended early says
         little."""
         wanted = self._steps * ROUND_S / max(seconds, 1e-3)
-        self._steps = max(1, min(MAX_STEPS, round(min(max(wanted, self._steps / 2), self._steps * 2))))
+        bounded = min(max(wanted, self._steps / 2), self._steps * 2)
+        self._steps = max(1, min(MAX_STEPS, round(bounded)))
 
 
 def replica_name(number: int) -> str:

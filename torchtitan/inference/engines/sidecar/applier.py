@@ -101,7 +101,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tofile(file)
+            on_host = tensor.detach().cpu().contiguous()
+            on_host.reshape(-1).view(torch.uint8).numpy().tofile(file)
 
 
 def remove_abandoned(parent: Path) -> None:
