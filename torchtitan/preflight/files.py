@@ -44,9 +44,9 @@ def check_files(check: Check) -> None:
 
 def _folder_problem(folder: Path) -> str:
     """Return why files cannot be written to this folder, which may be made first; empty if they can."""
-    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
-    if not there.is_dir():
-        return f"must be a folder, or a path where one can be made: {there} is not a folder"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"must be a folder that can be written: {there.absolute()} cannot"
+    existing = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if not existing.is_dir():
+        return f"must be a folder, or a path where one can be made: {existing} is not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"must be a folder that can be written: {existing.absolute()} cannot"
     return ""

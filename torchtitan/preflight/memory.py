@@ -32,8 +32,8 @@ def host_bytes(config: JobConfig, args: ModelArgs, ranks: int, at_least: bool = 
     at_least: without what is held for a part of a step only, whose estimate is rough.
     """
     local, memory = local_world_size(), estimate_memory(config, args, ranks)
-    here = parts_on_host(config) if trains_on_gpu() else set(vars(memory))
-    parts = {part: local * size for part, size in vars(memory).items() if part in here}
+    in_host_memory = parts_on_host(config) if trains_on_gpu() else set(vars(memory))
+    parts = {part: local * size for part, size in vars(memory).items() if part in in_host_memory}
     slots, saving = parts.pop("slots", 0), parts.pop("checkpoint", 0)
     training = sum(size for part, size in parts.items() if not (at_least and part in _PASSING))
     needed = {TRAINING: training + local * PROCESS_BYTES, SLOTS: slots, SAVING: saving, ACTORS: 0}

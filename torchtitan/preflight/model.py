@@ -69,9 +69,9 @@ def check_lora(check: Check) -> None:
     ):
         for name in names:
             refuse(key, name not in known, f"must be made of {', '.join(known)}{nearest(name, known)}")
-    both = [name for name in lora.modules_to_save if name in lora.target_modules]
-    text = f"{', '.join(both)} is in lora.target_modules too: name a module in one of the two"
-    refuse("lora.modules_to_save", both, text)
+    named_twice = [name for name in lora.modules_to_save if name in lora.target_modules]
+    text = f"{', '.join(named_twice)} is in lora.target_modules too: name a module in one of the two"
+    refuse("lora.modules_to_save", named_twice, text)
     text = "needs training.dtype = float32, the type of everything that is trained"
     refuse("lora.modules_to_save", lora.modules_to_save and config.training.dtype != "float32", text)
     text = "must be 0 with lora.rank > 0: the reference stays what the adapters began with"
@@ -395,8 +395,8 @@ def _difference(policy_file: Path, teacher_file: Path) -> str:
         return f"a tokenizer.json cannot be read: {error!r}"
     for token in [*policy_tokens, *teacher_tokens]:
         if policy_tokens.get(token) != teacher_tokens.get(token):
-            there, here = teacher_tokens.get(token, "not in it"), policy_tokens.get(token, "not in it")
-            return f"{token!r} is {there} there and {here} here"
+            teacher_id, policy_id = teacher_tokens.get(token, "not in it"), policy_tokens.get(token, "not in it")
+            return f"{token!r} is {teacher_id} there and {policy_id} here"
     return ""
 
 

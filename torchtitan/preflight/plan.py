@@ -47,7 +47,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         UserError: the model's shape cannot be read.
     """
     parallelism, args = config.parallelism, read_shape(config)
-    batch, each = config.training.global_batch_size, group_size(config)
+    batch, per_group = config.training.global_batch_size, group_size(config)
     tokens, generated = batch * config.training.seq_len, batch * longest_completion(config)
     context = f"{parallelism.context_parallel_degree} context × " if parallelism.context_parallel_degree > 1 else ""
     counts_epochs = config.job.stage == "sft" and config.sft.epochs
@@ -70,7 +70,7 @@ def describe_plan(config: JobConfig, ranks: int, chosen: str = "") -> str:
         f"{context}{parallelism.tensor_parallel_degree} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, ranks)}",
         *_connections(config),
-        f"batch: {batch // each} groups × {each} = {batch} completions, "
+        f"batch: {batch // per_group} groups × {per_group} = {batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
         *describe_mix(config),
         f"tokens per step: at most {tokens:,}, of which at most {generated:,} are generated{_computed(config, batch)}",

@@ -36,8 +36,8 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int, card: Car
         return None
     size, longest = inference.engine.tensor_parallel_size, longest_completion(config)
     engines = max(1, ranks // size) if config.is_colocated else max(1, inference.num_actors)
-    each = -(-config.training.global_batch_size // engines)
-    rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
+    per_engine = -(-config.training.global_batch_size // engines)
+    rounds, running = -(-per_engine // inference.max_sequences), min(per_engine, inference.max_sequences)
     width = BYTES[inference.dtype]
     per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * width
     prompt = config.training.seq_len - longest

@@ -179,12 +179,12 @@ def _joined(words: list[str], last: int) -> str:
     first = last
     words[last] = _bare(words[last])
     while first:
-        before, here = words[first - 1], words[first]
+        before, word = words[first - 1], words[first]
         operator, operand = JOINING.fullmatch(before), OPERAND.search(before)
-        if not operator and not (operand and CONTINUES.match(here)):
+        if not operator and not (operand and CONTINUES.match(word)):
             break
         before = _bare(before) or before
-        if operand and not JOINING.match(here) and not before.lstrip("+-").isdigit():
+        if operand and not JOINING.match(word) and not before.lstrip("+-").isdigit():
             break
         first -= 1
         words[first] = before

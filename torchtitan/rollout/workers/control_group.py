@@ -131,11 +131,11 @@ def _parents() -> tuple[Path, ...]:
     return ()
 
 
-def candidates(ours: Mapping[str, tuple[Path, Path]]) -> list[tuple[Path, ...]]:
+def candidates(own_groups: Mapping[str, tuple[Path, Path]]) -> list[tuple[Path, ...]]:
     """Return where groups might be made, the best first: above us with version 2, below us with version 1."""
     found: list[tuple[Path, ...]] = []
-    if "" in ours:
-        group, top = ours[""]
+    if "" in own_groups:
+        group, top = own_groups[""]
         # A group that has processes may not share out its controllers, so ours may not, but one above it may.
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError):
@@ -144,9 +144,11 @@ def candidates(ours: Mapping[str, tuple[Path, Path]]) -> list[tuple[Path, ...]]:
                     found.append((folder,))
             if folder == top:
                 break
-    if "memory" in ours:
+    if "memory" in own_groups:
         # Controllers may be mounted together.
-        found.append(tuple(dict.fromkeys(ours[name][0] for name in ("memory", "pids", "cpu") if name in ours)))
+        found.append(
+            tuple(dict.fromkeys(own_groups[name][0] for name in ("memory", "pids", "cpu") if name in own_groups))
+        )
     return found
 
 

@@ -23,23 +23,23 @@ class PortForward:
     def __init__(self) -> None:
         self.target: tuple[str, int] | None = None
         """Where connections lead; None refuses them"""
-        self._ours: socket.socket | None = None
+        self._own_end: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     def new(self) -> socket.socket:
         """Return the socket for a new process, which calls hand_over() on it."""
-        if self._ours is not None:
-            self._ours.close()
-        self._ours, program_end = socket.socketpair()
-        self._ours.setblocking(False)
+        if self._own_end is not None:
+            self._own_end.close()
+        self._own_end, program_end = socket.socketpair()
+        self._own_end.setblocking(False)
         return program_end
 
     async def open(self) -> None:
         """Accept connections, once the process has handed its socket over. Raises OSError."""
-        assert self._ours is not None
+        assert self._own_end is not None
         # The process sent it before it said that it was ready.
-        _, files, _, _ = socket.recv_fds(self._ours, 1, 1)
+        _, files, _, _ = socket.recv_fds(self._own_end, 1, 1)
         if not files:
             raise ConnectionError("the worker has handed over no socket")
         self._server = await asyncio.start_server(self._accept, sock=socket.socket(fileno=files[0]), backlog=BACKLOG)
@@ -49,9 +49,9 @@ class PortForward:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._ours is not None:
-            self._ours.close()
-            self._ours = None
+        if self._own_end is not None:
+            self._own_end.close()
+            self._own_end = None
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

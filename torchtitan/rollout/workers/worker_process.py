@@ -186,8 +186,8 @@ class WorkerProcess:
     async def start(self) -> None:
         """(Re)start the process. Raises UserError after MAX_START_ATTEMPTS, or if it cannot load its code."""
         environment = child_environment(threads=1, secrets=self._settings.secrets)
-        here = os.environ.items()
-        self._withheld = [name for name, value in here if is_secret(name, value) and name not in environment]
+        variables = os.environ.items()
+        self._withheld = [name for name, value in variables if is_secret(name, value) and name not in environment]
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
