@@ -464,9 +464,9 @@ class TrainingJob:
         facts = None
         # Ranks of several machines may have read several files.
         for rank, tables in enumerate(gather_bytes(json.dumps(tables_of(self.config)).encode()) or []):
-            for key, both in changed_keys(json.loads(tables), self.config).items():
+            for key, values in changed_keys(json.loads(tables), self.config).items():
                 if key not in PER_MACHINE_KEYS:
-                    raise UserError(f"rank {rank} and rank 0 have different configurations: {key} = {both} on rank 0")
+                    raise UserError(f"rank {rank} and rank 0 have different configurations: {key} = {values} on rank 0")
         if device.rank() == 0:
             start = open_run_directory(self.config)
             facts = json.dumps((asdict(start), new_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()

@@ -338,7 +338,8 @@ class PolicyTrainer:
             place = int((1 - grpo.entropy_top_share) * len(values))
             # A batch may have no trained token at all.
             threshold = values[place] if place < len(values) else 0.0
-            for log_probs, entropy in zip((log_probs for ours in fixed for log_probs in ours), entropies, strict=True):
+            all_log_probs = itertools.chain.from_iterable(fixed)
+            for log_probs, entropy in zip(all_log_probs, entropies, strict=True):
                 log_probs.trained = (entropy >= threshold).float()
         return fixed
 
@@ -385,11 +386,11 @@ class PolicyTrainer:
         one_pass = self.policy.lm_head.mode == "one_pass" and loss_of.separable
         if count := len(micro_batch.observed):
             active = len(micro_batch.targets)
-            both = WithObservations(loss_of, active, micro_batch.observation_weight)
-            found = self._forward(self.policy, micro_batch, both if one_pass else None, observed=True)
+            with_observations = WithObservations(loss_of, active, micro_batch.observation_weight)
+            found = self._forward(self.policy, micro_batch, with_observations if one_pass else None, observed=True)
             log_probs, entropy = found[-2:]
-            loss = found[0] if one_pass else both(log_probs, entropy, slice(0, active + count)).sum()
-            totals.add_observations(both.sum, count)
+            loss = found[0] if one_pass else with_observations(log_probs, entropy, slice(0, active + count)).sum()
+            totals.add_observations(with_observations.sum, count)
             return loss, log_probs[:active], 1
         if one_pass:
             loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)

@@ -34,23 +34,23 @@ def choose_interface(leader: str) -> str:
     Raises:
         UserError: there is no such interface here, it has no address, or other machines cannot reach it.
     """
-    here = _addresses()
+    local_addresses = _addresses()
     name = os.environ.get(GLOO_VARIABLE, "")
-    listed = ", ".join(f"{other} {address}" for other, address in here.items())
-    if name and name not in here:
+    listed = ", ".join(f"{other} {address}" for other, address in local_addresses.items())
+    if name and name not in local_addresses:
         raise UserError(
             f"{GLOO_VARIABLE} = {name!r}: {socket.gethostname()} has no such interface with an address, only: {listed}"
         )
     if not name:
         own_address = address_towards(leader)
-        name = next((other for other, address in here.items() if address == own_address), "lo")
-        if ipaddress.ip_address(here.get(name, own_address)).is_loopback and not is_loopback(leader):
+        name = next((other for other, address in local_addresses.items() if address == own_address), "lo")
+        if ipaddress.ip_address(local_addresses.get(name, own_address)).is_loopback and not is_loopback(leader):
             raise UserError(
                 f"rank 0's address {leader!r} is {own_address} on {socket.gethostname()} itself (see /etc/hosts), "
                 f"where other machines reach nothing: set {GLOO_VARIABLE} to one of: {listed}"
             )
     os.environ[GLOO_VARIABLE] = name
-    return f"{here.get(name, leader)} ({name})"
+    return f"{local_addresses.get(name, leader)} ({name})"
 
 
 def _addresses() -> Mapping[str, str]:
@@ -89,14 +89,14 @@ def resolve_host(host: str, key: str) -> str:
 
     Raises UserError, also for an address of loopback under another name.
     """
-    here = socket.gethostname()
+    own_name = socket.gethostname()
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise UserError(f"{key} = {host} cannot be resolved on {here}: {error}") from error
+        raise UserError(f"{key} = {host} cannot be resolved on {own_name}: {error}") from error
     if is_loopback(address) and not is_loopback(host):
         raise UserError(
-            f"{key} = {host} is {address} on {here} (/etc/hosts?), which no other machine reaches: give the address of "
-            "a network interface, or 127.0.0.1 where everything runs on this machine"
+            f"{key} = {host} is {address} on {own_name} (/etc/hosts?), which no other machine reaches: give the "
+            "address of a network interface, or 127.0.0.1 where everything runs on this machine"
         )
     return address

@@ -156,9 +156,9 @@ def child_environment(threads: int, *, secrets: Collection[str] | Literal[True] 
         and not name.startswith("TORCHELASTIC_")
         and needed(name, value)
     }
-    here = str(Path(torchtitan.__file__).parent.parent)
+    packages = str(Path(torchtitan.__file__).parent.parent)
     existing = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{here}{os.pathsep}{existing}" if existing else here
+    environment["PYTHONPATH"] = f"{packages}{os.pathsep}{existing}" if existing else packages
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(threads)
     return {**environment, **extra}

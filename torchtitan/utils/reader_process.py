@@ -102,22 +102,22 @@ class _Reader:
 
     def _exchange(self, function: bytes, about: bytes, pieces: Pieces) -> memoryview:
         self._received = False
-        ours = self._child.connection or self._start()
-        ours.sendall(REQUEST.pack(len(function), len(about), sum(map(len, pieces))) + function + about)
+        connection = self._child.connection or self._start()
+        connection.sendall(REQUEST.pack(len(function), len(about), sum(map(len, pieces))) + function + about)
         for piece in pieces:
-            ours.sendall(piece)
-        _receive(ours, len(RECEIVED))
+            connection.sendall(piece)
+        _receive(connection, len(RECEIVED))
         self._received = True
-        understood, size = REPLY.unpack(_receive(ours, REPLY.size))
-        result = _receive(ours, size)
+        understood, size = REPLY.unpack(_receive(connection, REPLY.size))
+        result = _receive(connection, size)
         if not understood:
             raise WrongForm(bytes(result).decode(errors="replace"))
         return result.toreadonly()
 
     def _start(self) -> socket.socket:
-        ours = self._child.start()
-        ours.settimeout(SILENCE_S)
-        return ours
+        connection = self._child.start()
+        connection.settimeout(SILENCE_S)
+        return connection
 
     def close(self) -> None:
         """End the process; `read` starts another one."""

@@ -40,8 +40,8 @@ class Admission:
         found = await client.offers(timeout_s, reads_weights)
         if found is not None and (wrong := differing(self._demands, found.offers)):
             engine, version = found.offers.get("engine"), found.offers.get("version")
-            which = f" ({engine} {version})" if version else ""
-            raise Unfit("offers", f"{client.url} cannot sample for this run: {'; '.join(wrong)}{which}")
+            named_engine = f" ({engine} {version})" if version else ""
+            raise Unfit("offers", f"{client.url} cannot sample for this run: {'; '.join(wrong)}{named_engine}")
         self._admitted = True
         if not self._is_ours and (unknown := _unknown(found)):
             self._write("actor_not_checked", level=logging.WARNING, reason=unknown)

@@ -118,8 +118,8 @@ def announce(arguments: argparse.Namespace, backend: str, listening: str, port: 
     print(f"{listening} (token {f'from {variable}' if variable else token})", flush=True)
     if arguments.parent_pid or arguments.join:
         return
-    here = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
-    hint = f"for the run: --inference.backend {backend} --inference.servers {base_url(here, port)}"
+    host = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
+    hint = f"for the run: --inference.backend {backend} --inference.servers {base_url(host, port)}"
     if variable == TOKEN_VARIABLE:
         hint += f", with the same {TOKEN_VARIABLE}"
     else:

@@ -91,7 +91,7 @@ class Relays:
             if actor is None or serial not in self._announced_at:
                 continue
             before = actor.got.get(serial, 0)
-            actor.got = {each: seen for each, seen in actor.got.items() if each in self._announced_at}
+            actor.got = {known: seen for known, seen in actor.got.items() if known in self._announced_at}
             actor.got[serial] = before + count
             if before < self._snapshots.version_bytes <= before + count:
                 actor.took_s = now - self._announced_at[serial]

@@ -196,9 +196,9 @@ class Snapshots:
         kept = self._kept()
         self.retained = {serial: since for serial, since in self.retained.items() if serial in kept}
 
-    def _choose_base(self, there: Iterable[int | None]) -> None:
-        """Choose the snapshot in `there` that most actors hold; the newest if there is a tie."""
+    def _choose_base(self, serials: Iterable[int | None]) -> None:
+        """Choose the snapshot among `serials` that most actors hold; the newest if there is a tie."""
         if self.settings.delta:
             held = Counter(self.holds.values())
-            known = [serial for serial in there if serial is not None and serial != self.newest and held[serial]]
+            known = [serial for serial in serials if serial is not None and serial != self.newest and held[serial]]
             self.base = max(known, key=lambda serial: (held[serial], serial), default=None)

@@ -202,8 +202,8 @@ class BucketServer:
             serial, rank, version = reader.serial, reader.rank, self.version(reader.serial)
             # Nothing can be verified before the checksum table has arrived.
             waiting = {CHECKSUM_TABLE: (None, False)} if CHECKSUM_TABLE in reader.waiting else reader.waiting
-            there = (bucket for bucket, (base, _) in waiting.items() if self.has(serial, rank, bucket, base))
-            bucket = next(there, None)
+            available = (bucket for bucket, (base, _) in waiting.items() if self.has(serial, rank, bucket, base))
+            bucket = next(available, None)
             if bucket is None or version is None:
                 return
             self._send_bucket(reader, version, bucket, *reader.waiting.pop(bucket))

@@ -218,17 +218,17 @@ class Catalogue:
     def _delete_old(self, newest: int, kept: Collection[int], needed: Collection[str]) -> None:
         """Delete what no kept version needs, leftovers of earlier shard server processes, and earlier epochs, but
         nothing else that may be in the user's store."""
-        latest, gone = self._store.newest(), []
+        latest, outdated = self._store.newest(), []
         for name in self._store.names():
             epoch, folder, file, *_ = (*name.split("/"), "", "")
             version = weight_files.version_of(Path(epoch, folder))
             if version is None or f"{epoch}/{folder}" == latest:
                 continue
-            ours = any(fnmatch.fnmatchcase(file, pattern) for pattern in _FILES)
+            is_written_here = any(fnmatch.fnmatchcase(file, pattern) for pattern in _FILES)
             stays = version > newest or version in kept or f"{epoch}/{folder}/{file}" in needed
-            if ours and not (epoch == self._epoch and stays):
-                gone.append(name)
-        self._store.remove(gone)
+            if is_written_here and not (epoch == self._epoch and stays):
+                outdated.append(name)
+        self._store.remove(outdated)
 
 
 class Disk(Transport):

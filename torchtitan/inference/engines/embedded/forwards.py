@@ -178,9 +178,9 @@ def rescore(policy: Decoder, finished: list[Scored]) -> None:
 
 def score(policy: Decoder, token_ids: list[int]) -> list[float]:
     """Log-probs at temperature 1 of all tokens but the first."""
-    rest = Completion(token_ids[1:], [0.0] * (len(token_ids) - 1), "length", [])
-    rescore(policy, [(token_ids[:1], rest, 1.0)])
-    return rest.log_probs
+    scored = Completion(token_ids[1:], [0.0] * (len(token_ids) - 1), "length", [])
+    rescore(policy, [(token_ids[:1], scored, 1.0)])
+    return scored.log_probs
 
 
 @torch.inference_mode()

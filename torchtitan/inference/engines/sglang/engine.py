@@ -351,7 +351,7 @@ class SGLang(ForeignEngine):
         given = [row.token_id for row in about.input_token_logprobs]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
         if len(given) != len(token_ids) or any(
-            its not in (expected, 0) for its, expected in zip(given, token_ids, strict=True)
+            token not in (expected, 0) for token, expected in zip(given, token_ids, strict=True)
         ):
             raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
