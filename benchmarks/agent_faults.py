@@ -172,20 +172,20 @@ def check(stand: Stand, played: Played, record: Path) -> dict[str, float]:
     not_sampled = as_tokens = unpublished = 0
     spans: dict[int, list[tuple[list[int], int, list[float]]]] = {}
     for branch in (branch for _, group in played for trajectory in group for branch in trajectory.branches):
-        held: list[int] = []
+        prefix: list[int] = []
         for segment in branch.segments:
             if isinstance(segment, Given):
-                ending = [END] if held and held[-1] != END else []
+                ending = [END] if prefix and prefix[-1] != END else []
                 expected = [*ending, START, END, START]
                 as_tokens += [token for token in segment.token_ids if token in special] != expected
             else:
-                not_sampled += not _noted(noted, held, segment)
+                not_sampled += not _noted(noted, prefix, segment)
                 for span in segment.spans:
                     unpublished += span.epoch != stand.epoch or not 0 <= span.version <= stand.version
-                    ids = held + segment.token_ids[: span.end]
+                    ids = prefix + segment.token_ids[: span.end]
                     log_probs = segment.log_probs[span.start : span.end]
-                    spans.setdefault(span.version, []).append((ids, len(held) + span.start, log_probs))
-            held = held + segment.token_ids
+                    spans.setdefault(span.version, []).append((ids, len(prefix) + span.start, log_probs))
+            prefix = prefix + segment.token_ids
     return {
         "turns_not_sampled": float(not_sampled),
         "observations_as_tokens": float(as_tokens),
@@ -194,8 +194,8 @@ def check(stand: Stand, played: Played, record: Path) -> dict[str, float]:
     }
 
 
-def _noted(noted: set[Any], held: list[int], completion: Completion) -> bool:
-    return (tuple(held), tuple(completion.token_ids), tuple(completion.log_probs)) in noted
+def _noted(noted: set[Any], prefix: list[int], completion: Completion) -> bool:
+    return (tuple(prefix), tuple(completion.token_ids), tuple(completion.log_probs)) in noted
 
 
 @torch.no_grad()

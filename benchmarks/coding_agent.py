@@ -192,13 +192,13 @@ def check(behind: Behind, played: Played, record: Path) -> dict[str, float]:
         figures["rewards_missed"] += trajectory.reward != 1.0
         figures["branches_too_many"] += len(trajectory.branches) - 1
         for branch in trajectory.branches:
-            held: list[int] = []
+            prefix: list[int] = []
             for segment in branch.segments:
                 if not isinstance(segment, Given):
-                    sampled = tuple(held), tuple(segment.token_ids), tuple(segment.log_probs)
+                    sampled = tuple(prefix), tuple(segment.token_ids), tuple(segment.log_probs)
                     figures["turns_not_sampled"] += sampled not in noted
                     figures["unpublished_versions"] += sum((s.epoch, s.version) not in known for s in segment.spans)
-                held = held + segment.token_ids
+                prefix = prefix + segment.token_ids
     return figures
 
 

@@ -25,10 +25,10 @@ Bars = Mapping[str, tuple[str, float]]
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """With the options that every benchmark has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", action="store_true", help="last line: one JSON object")
-    made.add_argument("--quick", action="store_true", help="a few seconds: shows that it works, measures nothing")
-    return made
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--json", action="store_true", help="last line: one JSON object")
+    options.add_argument("--quick", action="store_true", help="a few seconds: shows that it works, measures nothing")
+    return options
 
 
 def report(
@@ -202,16 +202,16 @@ def once(note: Path, settings: Mapping[str, object], work: Callable[[], str]) ->
 
     Ends the benchmark where the note is of other settings.
     """
-    asked = {key: str(value) for key, value in settings.items()}
+    wanted = {key: str(value) for key, value in settings.items()}
     if note.is_file():
-        if json.loads(note.read_text())["settings"] != asked:
+        if json.loads(note.read_text())["settings"] != wanted:
             raise SystemExit(f"{note} is of a run with other settings: take another folder")
         return
     started_at, load = time.perf_counter(), os.getloadavg()[0]
     came = work()
     seconds = time.perf_counter() - started_at
     note.parent.mkdir(exist_ok=True)
-    note.write_text(json.dumps({"settings": asked, "seconds": seconds, "came": came}))
+    note.write_text(json.dumps({"settings": wanted, "seconds": seconds, "came": came}))
     progress(f"{note.stem}: {came}; {seconds:.0f} s, load {load:.1f} before and {os.getloadavg()[0]:.1f} after")
 
 

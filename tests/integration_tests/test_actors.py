@@ -118,8 +118,8 @@ def running(config: JobConfig, policy: Decoder, run_dir: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    with running(*make_config(tmp_path / "checkpoint"), tmp_path / "run") as made:
-        yield made
+    with running(*make_config(tmp_path / "checkpoint"), tmp_path / "run") as run:
+        yield run
 
 
 @pytest.mark.exhaustive
@@ -166,14 +166,14 @@ def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
 def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     config.inference.update_mode = "drain"
-    with running(config, policy, tmp_path / "run") as made:
-        made.steps_until(lambda: all(made.events("actor_ready", f"actor-{i}") for i in range(2)))
-        last = made.version + 10
-        timeline = made.run_dir / "timeline" / "actor-0.jsonl"
+    with running(config, policy, tmp_path / "run") as run:
+        run.steps_until(lambda: all(run.events("actor_ready", f"actor-{i}") for i in range(2)))
+        last = run.version + 10
+        timeline = run.run_dir / "timeline" / "actor-0.jsonl"
         # On a busy machine most versions are replaced by newer ones before an actor has drained.
-        made.steps_until(lambda: made.version >= last and timeline.read_text().count('"apply"') > 4)
-        last = made.version
-    for version, batch in enumerate(made.batches):
+        run.steps_until(lambda: run.version >= last and timeline.read_text().count('"apply"') > 4)
+        last = run.version
+    for version, batch in enumerate(run.batches):
         for group in batch.groups:
             assert len(group.samples) == 4
             spans = [span for sample in group.samples for span in sample.spans]
@@ -184,9 +184,9 @@ def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     notes = [json.loads(line) for line in timeline.read_text().splitlines()]
     drained = {note["version"] for note in notes if note["what"] == "drain"}
     assert drained == {note["version"] for note in notes if note["what"] == "apply"} and len(drained) > 3
-    sums = sums_by_actor(read_journal(made.run_dir))["actor-0"]
+    sums = sums_by_actor(read_journal(run.run_dir))["actor-0"]
     assert 0 <= len(drained) - sums["applied"] <= 1  # the last acknowledgement may have come too late
     assert sums["apply_s"] > sums["drain_s"] + sums["pause_s"] > 0
     assert sums["bytes_full"] == sums["applied"] * sum(4 * parameter.numel() for parameter in policy.parameters())
-    trace = check_trace(write_trace(made.run_dir).read_text())
+    trace = check_trace(write_trace(run.run_dir).read_text())
     assert {"delivery", "transfer", "apply", "drain", "generate", "pause"} <= {event.get("cat") for event in trace}

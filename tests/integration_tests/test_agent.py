@@ -41,8 +41,8 @@ def foreign(tmp_path: Path, change: Callable[[JobConfig], None] = lambda config:
     """A run with one agent and its fake engine."""
     config, policy = foreign_config(tmp_path)
     change(config)
-    with running(config, policy, tmp_path / "run") as made:
-        yield made
+    with running(config, policy, tmp_path / "run") as run:
+        yield run
 
 
 def foreign_config(tmp_path: Path) -> tuple[JobConfig, Decoder]:

@@ -51,11 +51,11 @@ def pairs(branches: list[Branch]) -> list[tuple[list[int], list[int]]]:
     """(prompt, sampled tokens) of every call that the branches hold."""
     found = []
     for branch in branches:
-        held: list[int] = []
+        prefix: list[int] = []
         for segment in branch.segments:
             if segment in branch.sampled:
-                found.append((list(held), segment.token_ids))
-            held += segment.token_ids
+                found.append((list(prefix), segment.token_ids))
+            prefix += segment.token_ids
     return found
 
 

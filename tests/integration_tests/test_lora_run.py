@@ -22,7 +22,7 @@ SETTINGS = Lora(rank=4, alpha=8.0)
 
 def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options: str) -> Run:
     """A few steps of the debug run, to their end."""
-    made = Run(
+    started = Run(
         processes, "debug_cpu", checkpoint, dump,
         "--lora.rank", str(SETTINGS.rank),
         "--lora.alpha", str(SETTINGS.alpha),
@@ -31,8 +31,8 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options
         "--optimizer.lr", "2e-3",
         *BRIEF, *options,
     )  # fmt: skip
-    made.end()
-    return made
+    started.end()
+    return started
 
 
 @pytest.mark.exhaustive
@@ -63,8 +63,8 @@ def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> N
 def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     policy = make_debug_checkpoint(checkpoint)
-    made = run(processes, checkpoint, tmp_path, 4)
-    run_dir, rows = made.folder, made.steps()
+    finished = run(processes, checkpoint, tmp_path, 4)
+    run_dir, rows = finished.folder, finished.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     # What the actor sampled with is what the trainer trains.
     same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]

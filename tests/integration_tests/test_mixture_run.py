@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 
 def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: int, *options: str) -> Run:
     """A few steps of the debug run, to their end."""
-    made = Run(
+    started = Run(
         processes, "debug_cpu_moe", checkpoint, dump,
         "--parallelism.expert_parallel_degree", str(max(1, ranks)),
         "--training.steps", str(steps),
@@ -24,8 +24,8 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: i
         *BRIEF, *options,
         ranks=ranks,
     )  # fmt: skip
-    made.end()
-    return made
+    started.end()
+    return started
 
 
 def test_experts_over_two_ranks_learn_and_one_rank_goes_on(processes: Processes, tmp_path: Path) -> None:

@@ -85,15 +85,15 @@ def request(n: int, tokens: int, **sampling: Any) -> GenerateRequest:
     return GenerateRequest("r", [5, 6, 7], SamplingParameters(tokens, n, **sampling))
 
 
-def longest(asked: GenerateRequest, epoch: str = "1764374400-0123456789abcdef") -> list[Completion]:
+def longest(query: GenerateRequest, epoch: str = "1764374400-0123456789abcdef") -> list[Completion]:
     """As much as may come for a request: large numbers of tokens, log-probs with all of their digits."""
-    generator, sampling = np.random.default_rng(0), asked.sampling
+    generator, sampling = np.random.default_rng(0), query.sampling
     tokens = sampling.max_tokens
     made = []
     for _ in range(sampling.n):
         ids, log_probs = generator.integers(1 << 17, 1 << 18, tokens), -generator.random(tokens)
         kept = [[131071] * (place % 3) + [int(ids[place])] for place in range(tokens)] if sampling.truncated else None
-        shape = (len(asked.prompt_ids) + tokens - 1, LAYERS, PER_TOKEN)
+        shape = (len(query.prompt_ids) + tokens - 1, LAYERS, PER_TOKEN)
         routes = Routes(0, generator.integers(0, 300, shape).astype(np.uint16)) if sampling.routes else None
         spans = [VersionSpan(epoch, VERSION + place, place, place + 1) for place in range(tokens)]
         made.append(Completion(ids.tolist(), log_probs.tolist(), "length", spans, kept, routes))
@@ -112,11 +112,11 @@ def test_the_longest_honest_answer_is_read_whole(
 ) -> None:
     if where == "elsewhere":
         monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
-    asked = request(3, 100, **sampling)
-    sent = longest(asked)
-    answer = json.dumps(ENGINES[engine](sent, len(asked.prompt_ids))).encode()
-    assert len(answer) <= generated_bytes(asked, LAYERS * PER_TOKEN)
-    for got, expected in zip(asyncio.run(completions_of(engine, asked, pieces(answer))), sent, strict=True):
+    query = request(3, 100, **sampling)
+    sent = longest(query)
+    answer = json.dumps(ENGINES[engine](sent, len(query.prompt_ids))).encode()
+    assert len(answer) <= generated_bytes(query, LAYERS * PER_TOKEN)
+    for got, expected in zip(asyncio.run(completions_of(engine, query, pieces(answer))), sent, strict=True):
         assert (got.routes is None) == (expected.routes is None)
         if got.routes is not None and expected.routes is not None:
             shape = expected.routes.experts.shape
@@ -178,17 +178,17 @@ def test_a_refused_answer_raises_the_error_of_its_cause(where: str, monkeypatch:
     if where == "elsewhere":
         monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
 
-    def read(engine: str, asked: GenerateRequest, answer: Any) -> Any:
-        return asyncio.run(completions_of(engine, asked, [json.dumps(answer).encode()]))
+    def read(engine: str, query: GenerateRequest, answer: Any) -> Any:
+        return asyncio.run(completions_of(engine, query, [json.dumps(answer).encode()]))
 
-    asked = request(1, 2)
-    (sent,) = longest(asked)
+    query = request(1, 2)
+    (sent,) = longest(query)
     with pytest.raises(ActorError, match="3 tokens were returned, at most 2"):
-        read("embedded", asked, embedded(longest(request(1, 3)), 3))
+        read("embedded", query, embedded(longest(request(1, 3)), 3))
     with pytest.raises(ActorNotReady, match="'default', which is not a version"):
         answer = vllm([sent], 3)
         answer["choices"][0]["weight_versions"] = [{"version": "default", "start": 0, "end": 2}]
-        read("vllm", asked, answer)
+        read("vllm", query, answer)
     with pytest.raises(RequestRefused, match="--return-sampling-mask"):
         read("vllm", request(1, 2, top_p=0.5), vllm([sent], 3))
     scores = b'{"log_probs":[-0.5,-1],"epoch":"e","version":3}'
@@ -285,11 +285,11 @@ def test_foreign_bytes_for_experts_are_a_malformed_answer(
 ) -> None:
     if where == "elsewhere":
         monkeypatch.setattr(reader_process, "IN_PLACE_BYTES", 0)
-    asked = request(1, 2, routes=True)
-    answer = vllm(longest(asked), 3)
+    query = request(1, 2, routes=True)
+    answer = vllm(longest(query), 3)
     answer["choices"][0]["routed_experts"] = base64.b64encode(FOREIGN[kind]).decode()
     with pytest.raises(ActorError, match="malformed"):
-        asyncio.run(completions_of("vllm", asked, [json.dumps(answer).encode()]))
+        asyncio.run(completions_of("vllm", query, [json.dumps(answer).encode()]))
 
 
 def raises(about: dict[str, Any], _answer: bytes | memoryview) -> bytes:

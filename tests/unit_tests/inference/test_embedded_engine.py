@@ -55,13 +55,13 @@ def other_weights(policy: Decoder) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def trainer_log_probs(
-    policy: Decoder, asked: list[GenerateRequest], answers: list[list[Completion]]
+    policy: Decoder, submitted: list[GenerateRequest], answers: list[list[Completion]]
 ) -> tuple[list[torch.Tensor], float]:
     """Log-probs of all completions in one packed forward of the trainer, and the largest |logit|."""
     ids: list[int] = []
     lengths, places = [], []
     rows: list[list[int]] = []
-    for request, completions in zip(asked, answers, strict=True):
+    for request, completions in zip(submitted, answers, strict=True):
         for completion in completions:
             start = len(ids) + len(request.prompt_ids) - 1
             places.append(slice(start, start + len(completion.token_ids)))
@@ -73,7 +73,7 @@ def trainer_log_probs(
         torch.tensor([0] + [len(row) for row in rows]).cumsum(0), torch.tensor([i for row in rows for i in row]).long()
     )
     token_ids, layout = torch.tensor(ids), PackedLayout(lengths)
-    temperature = asked[0].sampling.temperature or 1.0
+    temperature = submitted[0].sampling.temperature or 1.0
     log_probs, _ = policy(token_ids, layout, token_ids.roll(-1), temperature, keep)
     return [log_probs[place] for place in places], float(policy(token_ids, layout).abs().max())
 
@@ -114,12 +114,12 @@ def test_log_probs_equal_the_trainers(
     trainer = load_policy(tiny_checkpoint(family))
     weights = scaled_weights(trainer, 6.0)
     trainer.load_state_dict(weights, strict=False)
-    asked = requests(24, n=4, **sampling)
+    submitted = requests(24, n=4, **sampling)
     for exact in (False, True):
         engine = Engine(load_policy(tiny_checkpoint(family)), 12, 128, (), exact=exact)
         engine.apply_weights("e", 1, weights)
-        answers = engine.generate(asked)
-        expected, largest = trainer_log_probs(trainer, asked, answers)
+        answers = engine.generate(submitted)
+        expected, largest = trainer_log_probs(trainer, submitted, answers)
         assert largest > 12
         assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], expected, largest)
 
@@ -152,22 +152,22 @@ def test_log_probs_of_other_shapes_equal_the_trainers(
     trainer, policy = Decoder(args), Decoder(args)
     for model in (trainer, policy):
         model.initialize_weights(seed=1, std=0.1)
-    asked = [request(str(length), [(7 * i) % 1000 for i in range(length)], 20, n=2) for length in lengths]
+    submitted = [request(str(length), [(7 * i) % 1000 for i in range(length)], 20, n=2) for length in lengths]
     engine = Engine(policy, 16, 1200, ())
-    answers = engine.generate(asked)
-    expected, largest = trainer_log_probs(trainer, asked, answers)
+    answers = engine.generate(submitted)
+    expected, largest = trainer_log_probs(trainer, submitted, answers)
     assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], expected, largest)
 
 
 def test_a_token_alone_has_the_log_prob_it_has_in_company(tiny_checkpoint: Callable[..., Path]) -> None:
     """In the trainer's packs as in the engine's steps, whose products would have one row instead of many."""
     trainer = load_policy(tiny_checkpoint())
-    asked = [request("short", [5], 6), *requests(6)]
-    answers = [Engine(load_policy(tiny_checkpoint()), 4, 64, ()).generate([item])[0] for item in asked]
-    together, largest = trainer_log_probs(trainer, asked, answers)
+    submitted = [request("short", [5], 6), *requests(6)]
+    answers = [Engine(load_policy(tiny_checkpoint()), 4, 64, ()).generate([item])[0] for item in submitted]
+    together, largest = trainer_log_probs(trainer, submitted, answers)
     engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
     assert_equal_where_it_can_be(engine, [sample for group in answers for sample in group], together, largest)
-    for query, group, expected in zip(asked, answers, together, strict=True):
+    for query, group, expected in zip(submitted, answers, together, strict=True):
         for first in (1, 2, 5):
             short = Completion(group[0].token_ids[:first], group[0].log_probs[:first], "length", [])
             alone, _ = trainer_log_probs(trainer, [query], [[short]])
@@ -184,8 +184,8 @@ def test_group_shares_one_prefill_and_gets_what_single_samples_get(tiny_checkpoi
     assert [[completion.token_ids for completion in group] for group in cramped.generate(requests(16, n=6))] == [
         [completion.token_ids for completion in group] for group in together
     ]
-    for asked, group in zip(requests(16, n=2), together, strict=True):
-        (alone,) = engine.generate([asked])
+    for submitted, group in zip(requests(16, n=2), together, strict=True):
+        (alone,) = engine.generate([submitted])
         assert [completion.token_ids for completion in alone] == [completion.token_ids for completion in group[:2]]
     assert len({tuple(completion.token_ids) for completion in together[0]}) == 6
     assert engine.generate([request("x", PROMPTS[0], 16, seed=1)])[0][0].token_ids != together[0][0].token_ids
@@ -409,9 +409,9 @@ def test_extreme_but_valid_requests_do_not_harm_the_engine(tiny_checkpoint: Call
 
 def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) -> None:
     policy = load_policy(tiny_checkpoint(), torch.bfloat16)
-    asked = requests(8, n=2)
-    answers = Engine(policy, 8, 64, ()).generate(asked)
-    expected, _ = trainer_log_probs(load_policy(tiny_checkpoint(), torch.bfloat16), asked, answers)
+    submitted = requests(8, n=2)
+    answers = Engine(policy, 8, 64, ()).generate(submitted)
+    expected, _ = trainer_log_probs(load_policy(tiny_checkpoint(), torch.bfloat16), submitted, answers)
     got = [torch.tensor(completion.log_probs) for completions in answers for completion in completions]
     assert (torch.cat(got) - torch.cat(expected)).abs().mean() < 0.1
 

@@ -85,14 +85,14 @@ def test_a_row_has_the_keys_that_attention_reads(
 ) -> None:
     """Some processors compute 193 tokens like more of them with 384 keys only, and rows grow in powers of two."""
     prompt = PROMPTS[0][:1] * 150
-    asked = request("b", [*prompt, *PROMPTS[0][:1] * 48], temperature=0.0)
-    expected = Engine(load_policy(tiny_checkpoint()), 4, 512, ()).generate([asked])
+    submitted = request("b", [*prompt, *PROMPTS[0][:1] * 48], temperature=0.0)
+    expected = Engine(load_policy(tiny_checkpoint()), 4, 512, ()).generate([submitted])
     monkeypatch.setattr(
         "torchtitan.inference.engines.embedded.cache.key_length", lambda length, *_: -(-length // 192) * 192
     )
     engine = Engine(load_policy(tiny_checkpoint()), 4, 512, ())
     engine.generate([request("a", prompt)])
-    assert engine.generate([asked])[0][0].token_ids == expected[0][0].token_ids
+    assert engine.generate([submitted])[0][0].token_ids == expected[0][0].token_ids
     assert engine.statistics.reused_tokens == 150
 
 

@@ -318,10 +318,10 @@ def test_vllm_has_every_route_that_it_is_asked_by(version: str, options: EngineO
     for method, path, body in recorder.calls:
         parts = urlsplit(path)
         wanted, query, known = VLLM_ROUTES[parts.path]
-        asked = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
-        assert method == wanted and asked.keys() <= query
-        assert set(asked.get("mode", [])) <= VLLM_PAUSE_MODES
-        assert set(asked.get("clear_cache", [])) <= {"true", "false"}
+        parameters = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+        assert method == wanted and parameters.keys() <= query
+        assert set(parameters.get("mode", [])) <= VLLM_PAUSE_MODES
+        assert set(parameters.get("clear_cache", [])) <= {"true", "false"}
         check_names(body or {}, known, parts.path)
     sampled = {VLLM.generate(REQUESTS[0]).path}
     assert {urlsplit(path).path for _, path, _ in recorder.calls} | sampled == VLLM_ROUTES.keys()
@@ -372,15 +372,17 @@ def test_engines_know_the_options_that_they_are_started_with(
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
     changes = itertools.product(("direct", "agent"), ("keep", "recompute"), ("float32", "bfloat16"))
     for route, kv, dtype in changes:
-        asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5, "dtype": dtype})
-        words, environment = vllm_engine.ENGINE.command(asked)
+        engine_options = EngineOptions(
+            **{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5, "dtype": dtype}
+        )
+        words, environment = vllm_engine.ENGINE.command(engine_options)
         arguments = [*serve.OWN_OPTIONS, *words[words.index("--") + 1 :]]
         assert option_names(arguments) <= VLLM_OPTIONS
         assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
         # bfloat16 logits would be further from the trainer's than weights that are one version old.
-        exact = gpu and asked.dtype == "bfloat16"
+        exact = gpu and engine_options.dtype == "bfloat16"
         assert (json.dumps({"head_dtype": "float32"}) in arguments) is exact
-        words, environment = sglang_engine.ENGINE.command(asked)
+        words, environment = sglang_engine.ENGINE.command(engine_options)
         arguments = words[words.index("--") + 1 :]
         assert option_names(arguments) <= SGLANG_OPTIONS and ("--enable-fp32-lm-head" in arguments) is exact
         # Neither the weights nor the labels of a step that is under way may change.
@@ -424,11 +426,11 @@ def read_samples(engine: str, sent_samples: list[Completion], top_k: int | None 
     """What the run gets of an engine's answer; `colocated` hands over completions in the process."""
     if top_k is None:
         top_k = 40 if any(sample.kept_token_ids for sample in sent_samples) else 0
-    asked = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
+    query = GenerateRequest("r", [5, 6, 7], SamplingParameters(4, len(sent_samples), top_k=top_k))
     if engine == "colocated":
         (answer,) = decode_answers(encode_answers([ReplicaAnswer("r", sent_samples)]))
-        return check_completions(answer.completions, asked.sampling, VOCABULARY)
-    return asyncio.run(completions_of(engine, asked, [sent(ENGINES[engine](sent_samples, 3))], VOCABULARY))
+        return check_completions(answer.completions, query.sampling, VOCABULARY)
+    return asyncio.run(completions_of(engine, query, [sent(ENGINES[engine](sent_samples, 3))], VOCABULARY))
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)

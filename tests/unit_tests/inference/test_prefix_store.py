@@ -40,14 +40,14 @@ def play(engine: Engine, vocabulary: int, prompt: int = 40, turns: int = TURNS) 
     histories = [list(start) for start in starts for _ in range(EPISODES)]
     played: list[Turn] = []
     for turn in range(turns):
-        asked = [
+        submitted = [
             GenerateRequest(f"{turn}/{i}", list(history), SamplingParameters(5 + i % 3, seed=100 * turn + i))
             for i, history in enumerate(histories)
         ]
-        for i, (done,) in enumerate(engine.generate(asked)):
-            played.append((asked[i].prompt_ids, done))
+        for i, (done,) in enumerate(engine.generate(submitted)):
+            played.append((submitted[i].prompt_ids, done))
             observation = generator.integers(2, vocabulary, 3 + 9 * (i % 2)).tolist()
-            histories[i] = asked[i].prompt_ids + done.token_ids + observation
+            histories[i] = submitted[i].prompt_ids + done.token_ids + observation
     return played
 
 
@@ -84,8 +84,8 @@ def test_turns_compute_what_is_new_and_are_what_the_trainer_computes(
     engine = Engine(policy, 16, 1024, ())
     played = play(engine, args.vocab_size, prompt, turns)
     check_log_probs(engine, trainer, played)
-    computed, asked = engine.statistics.prefilled_tokens, sum(len(ids) for ids, _ in played)
-    assert computed + engine.statistics.reused_tokens == asked
+    computed, prompt_tokens = engine.statistics.prefilled_tokens, sum(len(ids) for ids, _ in played)
+    assert computed + engine.statistics.reused_tokens == prompt_tokens
     # A group's prompt once; of a later turn the observation and the token before it, which had not been computed.
     observed = sum((3 + 9 * (i % 2) + 1) for i in range(GROUPS * EPISODES)) * (turns - 1)
     prompts = sum(prompt + 7 * group for group in range(GROUPS))

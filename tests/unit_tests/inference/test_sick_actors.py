@@ -55,8 +55,8 @@ async def all_are_answered(folder: Path, sick: Answer, seconds: float = 0.0, **i
             await pool.admit({"ill": ill, "well": well})
             await pool.connect_weights("127.0.0.1:5", {0})
             await eventually(lambda: pool.actors == {"ill": "ready", "well": "ready"}, why=lambda: pool.actors)
-            asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(16)]
-            for (completion,) in await asyncio.gather(*map(pool.generate, asked)):
+            all_requests = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(16)]
+            for (completion,) in await asyncio.gather(*map(pool.generate, all_requests)):
                 assert completion.to_json().items() >= GOOD.items()
             assert pool.statistics["requests_redone"] > 0
         finally:
@@ -119,8 +119,8 @@ async def test_actor_that_says_it_serves_what_was_not_published_gets_no_requests
             await pool.admit({"liar": liar, "well": well})
             await pool.connect_weights("127.0.0.1:5", {0})
             await eventually(lambda: pool.actors == {"liar": "joining", "well": "ready"}, why=lambda: pool.actors)
-            asked = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(8)]
-            await asyncio.gather(*map(pool.generate, asked))
+            all_requests = [GenerateRequest(f"r{number}", [1], SamplingParameters(4)) for number in range(8)]
+            await asyncio.gather(*map(pool.generate, all_requests))
             assert pool.serving_version() == 0 and pool.statistics["requests_redone"] == 0
         finally:
             await pool.close()

@@ -130,14 +130,14 @@ def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
     for episode in range(50):
         session = Session(str(episode), SamplingParameters(8), 100_000)
         messages: list[dict[str, Any]] = [{"role": "user", "content": noise(generator)}]
-        held: list[int] = []
+        prefix: list[int] = []
         feedback = ""
         for turn in range(6):
             prompt = session.prompt(renderer, messages, TOOLS)
-            assert prompt[: len(held)] == held
+            assert prompt[: len(prefix)] == prefix
             if turn:
-                behind = tokenizer.decode(prompt[len(held) :], skip_special=False)
-                ending = "\n" if held[-1] == END else "<|im_end|>\n"
+                behind = tokenizer.decode(prompt[len(prefix) :], skip_special=False)
+                ending = "\n" if prefix[-1] == END else "<|im_end|>\n"
                 user = f"<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n"
                 assert behind == f"{ending}{feedback}{user}<|im_start|>assistant\n"
             sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
@@ -145,14 +145,14 @@ def test_sampled_turns_are_never_rendered_again(tokenizer: Tokenizer) -> None:
             session.record(prompt, completion)
             call = Call(messages, TOOLS)
             choice = make_choice(completion, call, tokenizer, "x")
-            held = prompt + completion.token_ids
+            prefix = prompt + completion.token_ids
             session.remember("x", call, choice)
             errors = [json.dumps({"error": text}, ensure_ascii=False) for _, text in choice.unreadable]
             results = "".join(f"\n<tool_response>\n{error}\n</tool_response>" for error in errors)
             feedback = f"<|im_start|>user{results}<|im_end|>\n" if errors else ""
             messages = [*messages, choice.message, {"role": "user", "content": noise(generator)}]
         (branch,) = session.branches
-        assert branch.token_ids == held and len(branch.sampled) == 6
+        assert branch.token_ids == prefix and len(branch.sampled) == 6
 
 
 def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Tokenizer) -> None:

@@ -170,8 +170,8 @@ def test_tokens_with_other_experts_are_other_tokens() -> None:
         )
         branch = Branch([Given(list(range(10))), completion])
         rows.append((Sample([branch], "stop", 0.0, {}), branch))
-    made = pack(rows, [1.0] * 3, 0, False, torch.device("cpu"), args, merged=True)
+    packed = pack(rows, [1.0] * 3, 0, False, torch.device("cpu"), args, merged=True)
     # All share five tokens, the first two all of the prompt.
-    assert made.layout.lengths == [5, 5, 1, 1, 6] and made.inputs == 33 and made.routed == (33, 33)
-    assert made.token_ids.tolist() == [*range(10), 20, 21, *range(5, 10), 22]
-    assert made.routes is not None and (made.routes[:, -1, 0] != 0).nonzero().flatten().tolist() == [12]
+    assert packed.layout.lengths == [5, 5, 1, 1, 6] and packed.inputs == 33 and packed.routed == (33, 33)
+    assert packed.token_ids.tolist() == [*range(10), 20, 21, *range(5, 10), 22]
+    assert packed.routes is not None and (packed.routes[:, -1, 0] != 0).nonzero().flatten().tolist() == [12]
