@@ -13,7 +13,7 @@ import xxhash
 from tests.deterministic.machine import Machine, Process, Violation
 from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from tests.unit_tests.weight_sync.job import Job, Shape
-from torchtitan.weight_sync.actor.group import Leader, WorkerPuller
+from torchtitan.weight_sync.actor.group import NOTHING, Leader, WorkerPuller
 from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.wire.handshake import ACTOR, WORKER, Identity, role_key
@@ -324,16 +324,26 @@ def test_what_workers_have_verified_counts_once_all_have_told_their_leader() -> 
     group = Group(Job(Machine(0), SHAPE))
     group.run(2.0)
     first, second = group.workers
-    first.puller.tell_verified({"version": 4, "matched": 5, "mismatched": 0, "unfinished": 0})
-    group.run(1.0)
+
+    def tell(worker: SimWorker, version: int, matched: int, unfinished: int) -> None:
+        found = {"version": version, "matched": matched, "mismatched": 0, "unfinished": unfinished}
+        worker.puller.tell_verified(found)
+        group.run(1.0)
+
+    tell(first, 1, 1, 0)
     assert group.leader.verified() is None
-    second.puller.tell_verified({"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2})
-    group.run(1.0)
-    assert group.leader.verified() == {"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2}
-    # Also over a connection that was cut.
+    tell(second, NOTHING, 0, 1)
+    assert group.leader.verified() == {"version": None, "matched": 0, "mismatched": 0, "unfinished": 1}
+    # Version 2 only the second has come to, version 3 both.
+    tell(second, 2, 1, 1)
+    tell(first, 3, 2, 1)
+    assert group.leader.verified() == {"version": None, "matched": 0, "mismatched": 0, "unfinished": 1}
+    tell(second, 3, 2, 1)
+    assert group.leader.verified() == {"version": 3, "matched": 1, "mismatched": 0, "unfinished": 1}
+    # Also over a connection that was cut, and it counts no version twice.
     second.process.forget_connections()
     group.run(10.0)
-    assert group.leader.verified() == {"version": 3, "matched": 3, "mismatched": 0, "unfinished": 2}
+    assert group.leader.verified() == {"version": 3, "matched": 1, "mismatched": 0, "unfinished": 1}
     group.close()
 
 

@@ -32,6 +32,8 @@ logger = logging.getLogger("torchtitan.weight_sync.actor.group")
 NOTHING = -1
 """The version of a worker that holds none"""
 
+# Of so many versions it is known which workers have found them whole; each looks at them in order.
+REMEMBERED_VERSIONS = 64
 # While workers apply, how often to check that the actor's loop still runs.
 POLL_SECONDS = 0.2
 ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
@@ -118,6 +120,11 @@ class Leader(Puller):
         """Receives the outcome of the last order to apply; None once it is known"""
         self._ordered: Served | None = None
         """What all workers serve once they have done what was ordered last"""
+        self._found_whole: dict[int, set[int]] = {}
+        """Version -> the workers that have found it whole, of the last versions"""
+        self._matched = 0
+        """How many versions all workers have found whole"""
+        self._last_whole = NOTHING
         self._lacking_since: float | None = None
         """Since when a worker is away that was there"""
 
@@ -288,13 +295,24 @@ class Leader(Puller):
         findings = [worker.verified for worker in list(self._workers.values())]
         if len(findings) != self._count or not all(findings):
             return None
-        version = min(finding["version"] for finding in findings)
         return {
-            "version": None if version == NOTHING else version,
-            "matched": min(finding["matched"] for finding in findings),
+            "version": None if self._last_whole == NOTHING else self._last_whole,
+            "matched": self._matched,
             "mismatched": max(finding["mismatched"] for finding in findings),
             "unfinished": max(finding["unfinished"] for finding in findings),
         }
+
+    def _note_whole(self, number: int, version: int) -> None:
+        """Count a version once every worker has found it whole: one may not have come to what another looked at."""
+        if version == NOTHING:
+            return
+        workers = self._found_whole.setdefault(version, set())
+        if number not in workers:
+            workers.add(number)
+            if len(workers) == self._count:
+                self._matched, self._last_whole = self._matched + 1, max(self._last_whole, version)
+        while len(self._found_whole) > REMEMBERED_VERSIONS:
+            del self._found_whole[min(self._found_whole)]
 
     def _on_worker_message(self, number: int, worker: _Worker, message: Message) -> None:
         worker.heard_at = self._runtime.now()
@@ -323,6 +341,7 @@ class Leader(Puller):
                 self.poison_version(message["version"], reason)
         elif kind == "verified":
             worker.verified = message
+            self._note_whole(number, message["version"])
         elif kind != "pulling":
             raise ProtocolError(f"a worker does not send {kind!r}")
 
