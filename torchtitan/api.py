@@ -35,8 +35,10 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.run_folders import FROM_PYTHON
+from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import Run, run_job
+from torchtitan.preflight.hub import hub_model
 from torchtitan.preflight.validate import Config, draft_of, ready
 from torchtitan.utils.ranks import world_size
 
@@ -328,6 +330,8 @@ def train(
             "save it and its tokenizer with save_pretrained(FOLDER), and give the folder"
         )
     _refuse_wrong_kinds(config, overrides)
+    if isinstance(config, str) and not config.endswith(".toml") and read_toml(config)[1] and hub_model(config):
+        raise UserError(f"config: there is no file {config}; for a model of the Hub: model={config!r}")
     is_model = isinstance(config, (str, os.PathLike)) and Path(config, "config.json").is_file()
     draft = draft_of({} if is_model else config, {**(overrides or {}), **tables})
     if model is not None or is_model:

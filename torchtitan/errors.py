@@ -118,7 +118,7 @@ def blaming(name: str, what: str) -> Iterator[None]:
         raise UserError(f"{what} = {name!r} raised {raised}") from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (nearest: …)` with the most similar known name, or an empty string if none is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], least: float = 0.5) -> str:
+    """` (nearest: …)` with the most similar known name, or an empty string if none is similar by difflib's ratio."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=least)
     return f" (nearest: {close[0]})" if close else ""

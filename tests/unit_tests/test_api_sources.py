@@ -91,6 +91,7 @@ def test_five_tasks_of_reasoning_gym_are_five_sources(tmp_path: Path, monkeypatc
     [
         ({"config": 3}, "config: must be a TOML file, a dict of tables or a JobConfig, found int"),
         ({"overrides": ["training.steps"]}, "overrides: must be a dict, .* found list"),
+        ({"config": "Qwen/Qwen3-0.6B"}, "no file Qwen/Qwen3-0.6B; for a model of the Hub: model='Qwen/Qwen3-0.6B'"),
         ({"rewards": 1.0}, "rewards: must be a name, a function, or a list of these, found float"),
         ({"dataset": 3}, "dataset: must be a name, rows, or a function that returns them, found int"),
         ({"dataset": lambda: None}, "dataset: must be a name, rows, or a function .*, found NoneType"),

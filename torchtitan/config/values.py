@@ -190,8 +190,12 @@ def read_toml(file: str) -> tuple[dict[str, Any], str]:
         return tomli.loads(path.read_text(encoding="utf-8-sig")), ""
     except FileNotFoundError:
         text = f"does not exist (looked in {path.parent.absolute()})"
-        folders = [path.parent, *([SHIPPED] if may_be_shipped else [])]
-        text += nearest(path.name, [other.name for folder in folders for other in folder.glob("*.toml")])
+        close = nearest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        if not close and may_be_shipped:
+            # Their names end alike, so that half of it in common says nothing.
+            names = [other.name.removesuffix(".toml") for other in SHIPPED.glob("*.toml")]
+            close = nearest(path.name.removesuffix(".toml"), names, least=0.8)
+        text += close
     except OSError as error:
         text = f"cannot be read: {error.strerror}"
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit_tests.conftest import GOOD, SHAPE, WriteConfig
+from torchtitan.config.values import read_toml
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.validate import load_config
@@ -22,7 +23,7 @@ from torchtitan.preflight.validate import load_config
 # Words of the command line | what the message must contain.
 ON_THE_COMMAND_LINE = """
 --job.config_file jb.toml | "jb.toml" does not exist | nearest: job.toml
---job.config_file debug_cpy | "debug_cpy" does not exist | nearest: debug_cpu.toml
+--job.config_file debug_cpy | "debug_cpy" does not exist | nearest: debug_cpu)
 --job.config_file checkpoint | checkpoint | cannot be read
 --grpo.group_sise 4 | --grpo.group_sise | nearest: grpo.group_size
 --grpo.no_async_weight_update x | 'x' does not belong to any | takes no value
@@ -284,6 +285,14 @@ def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) 
     assert len(problems) == len(keys)
     for key in keys:
         assert any(key in problem for problem in problems)
+
+
+def test_a_shipped_file_is_named_only_where_its_name_is_much_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, hint in (("debug_cpy.toml", " (nearest: debug_cpu)"), ("nope.toml", ""), ("smollm_small_cpu", "")):
+        assert read_toml(name) == ({}, f"does not exist (looked in {tmp_path}){hint}")
 
 
 def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(write_config: WriteConfig) -> None:
