@@ -14,7 +14,14 @@ from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.config.values import option_name
 from torchtitan.errors import UserError
 from torchtitan.models.shape.checkpoint_shape import read_shape
-from torchtitan.models.shape.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host, version_bytes
+from torchtitan.models.shape.costs import (
+    BYTES,
+    MemoryEstimate,
+    estimate_memory,
+    kv_elements,
+    parts_on_host,
+    version_bytes,
+)
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_cores, count_gpus, hides_gpus
 from torchtitan.utils.ranks import local_world_size
@@ -114,10 +121,7 @@ def engine_memory(
     """
     inference, size = config.inference, config.inference.engine.tensor_parallel_size
     width = BYTES[inference.dtype]
-    heads = max(1, args.num_key_value_heads // size)
-    # Of latent attention vLLM and SGLang keep what keys and values are made of, whole on every rank.
-    kept = 2 * heads * args.head_dim if args.latent is None else args.latent.keys + args.latent.rope_dim
-    per_token = args.num_hidden_layers * kept * width
+    per_token = args.num_hidden_layers * kv_elements(args, size) * width
     longest = -(-config.training.seq_len // BLOCK_TOKENS) * BLOCK_TOKENS
     wanted = max(SMALLEST_KV, per_token * longest * inference.max_sequences)
     if inference.engine.memory_gb > 0:
@@ -167,12 +171,19 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
 
 def check_fits(config: JobConfig, memory: EngineMemory) -> None:
     """Raise UserError where the engine has no room for one sequence."""
-    if memory.kv_cache < memory.kv_one_sequence:
-        raise UserError(
-            "the engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
-            f"{config.training.seq_len} in its KV cache. Raise {config.inference.engine_key('tensor_parallel_size')} "
-            "or inference.sleep_level, or set training.enable_cpu_offload (--dry-run shows the memory plan)"
-        )
+    if text := unfit_engine(config, memory):
+        raise UserError(text)
+
+
+def unfit_engine(config: JobConfig, memory: EngineMemory) -> str:
+    """What to say where the engine has no room for one sequence; else an empty string."""
+    if memory.kv_cache >= memory.kv_one_sequence:
+        return ""
+    return (
+        "the engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
+        f"{config.training.seq_len} in its KV cache. Raise {config.inference.engine_key('tensor_parallel_size')} "
+        "or inference.sleep_level, or set training.enable_cpu_offload (--dry-run shows the memory plan)"
+    )
 
 
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torchtitan.config.gpu_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.placement import device_bytes_of_driver
+from torchtitan.inference.placement import colocated_memory, device_bytes_of_driver, unfit_engine
 from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import estimate_memory, on_device, parts_on_host
 from torchtitan.models.shape.model_args import ModelArgs
@@ -39,7 +39,8 @@ def check_gpu_memory(check: Check, args: ModelArgs) -> None:
 
 
 def gpu_problem(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[str, str] | None:
-    """Return (key, text) of what to refuse because a rank cannot fit on its GPU; None if it may, or is not on one."""
+    """Return (key, text) of what to refuse because a rank, or the engine beside it, cannot fit on its GPU; None if it
+    may, or is not on one."""
     room = _room()
     if room is None:
         return None
@@ -49,6 +50,10 @@ def gpu_problem(config: JobConfig, args: ModelArgs, ranks: int) -> tuple[str, st
         return MODEL, f"{text}, which has {size_text(room)}: {_smaller_states(config)}"
     if needed > TOO_MUCH * room:
         return MICRO_BATCH, _describe(config, args, ranks, needed, room)
+    if config.is_colocated or config.shares_devices:
+        # The ranks would say the same, once they have read the model.
+        text = unfit_engine(config, colocated_memory(config, ranks, room))
+        return (config.inference.engine_key("tensor_parallel_size"), text) if text else None
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.source_configs import longest_completion
-from torchtitan.models.shape.costs import BYTES, version_bytes
+from torchtitan.models.shape.costs import BYTES, kv_elements, version_bytes
 from torchtitan.models.shape.model_args import ModelArgs
 from torchtitan.preflight.roofline import training_time
 from torchtitan.utils.cards import H100, Card, driver_card
@@ -28,8 +28,8 @@ PUBLISHED = {
 def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int, card: Card) -> float | None:
     """Return the seconds in which such cards sample a batch of completions of the maximum length.
 
-    Returns None if the run starts no engine that computes on GPUs. A decode step reads the weights once, and the keys
-    and values of all running sequences.
+    Returns None if the run starts no engine that computes on GPUs. A decode step reads the weights once, and what is
+    kept of all running sequences.
     """
     inference = config.inference
     if config.rollout.replay or inference.servers or not config.inference.spec.on_gpus:
@@ -39,10 +39,21 @@ def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int, card: Car
     per_engine = -(-config.training.global_batch_size // engines)
     rounds, running = -(-per_engine // inference.max_sequences), min(per_engine, inference.max_sequences)
     width = BYTES[inference.dtype]
-    per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * width
-    prompt = config.training.seq_len - longest
-    read = args.num_parameters() * width + running * per_token * (prompt + longest / 2)
+    # The mean over a completion of what is before its tokens.
+    before = config.training.seq_len - longest / 2
+    read = (args.num_parameters() + running * _kept_elements(args, before)) * width
     return rounds * longest * read / (size * card.bandwidth * REACHED_BANDWIDTH)
+
+
+def _kept_elements(args: ModelArgs, tokens: float) -> float:
+    """What an engine has of a sequence of so many tokens, and reads for the next one: keys and values, of a layer with
+    a window those within it, and the states of Gated DeltaNet."""
+    attending = set(range(args.num_hidden_layers)) - set(args.delta_layers)
+    seen = sum(min(args.window(layer) or tokens, tokens) for layer in attending)
+    states = 0
+    if (delta := args.delta) is not None:
+        states = len(delta.layers) * delta.value_heads * delta.key_dim * delta.value_dim
+    return kv_elements(args) * seen + states
 
 
 def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:

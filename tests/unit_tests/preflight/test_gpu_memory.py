@@ -16,6 +16,7 @@ from torchtitan.models.shape.checkpoint_shape import read_shape
 from torchtitan.models.shape.costs import estimate_memory, on_device
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.gpu_memory import STEP_TOKENS, gpu_problem, largest_micro_batch, tight_gpu
+from torchtitan.preflight.step_time import describe_step_time, generation_seconds
 from torchtitan.preflight.validate import load_config
 from torchtitan.utils import cards, machine
 
@@ -127,6 +128,23 @@ def test_a_driver_that_fails_is_asked_once(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "calls").read_text() == "asked\n"
 
 
+def test_an_engine_without_room_beside_its_rank_is_refused_before_ranks_start(
+    card: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' part fits this card, and what it leaves is less than the weights of a second model."""
+    config = planned("qwen2.5_math_7b_colocated", monkeypatch)
+    args = read_shape(config)
+    card["memory.total"] = str(MIB[80])
+    assert gpu_problem(config, args, 8) is None
+    config.inference.sleep_level = 0
+    card["memory.total"] = str(MIB[48])
+    problem = gpu_problem(config, args, 8)
+    assert problem is not None and problem[0] == "inference.colocated.tensor_parallel_size"
+    assert "no room for one sequence of training.seq_len" in problem[1] and "does not start" in tight_gpu(config, 8)
+    config.inference.sleep_level = 1
+    assert gpu_problem(config, args, 8) is None
+
+
 def test_states_that_are_too_large_name_what_makes_them_smaller(
     card: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,10 +154,33 @@ def test_states_that_are_too_large_name_what_makes_them_smaller(
     assert "the optimizer's state alone take 29.9" in problem[1] and "lora.rank = 16" in problem[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "running", "before", "kept"),
+    [
+        # Sequences that an engine generates at a time; the mean number of tokens before the next one; and the numbers
+        # that are read of them, by the published config.json: in all 28 layers, or in half of 24 those of the last 128
+        # tokens, or in 24 of 32 a state.
+        ("qwen3_0.6b_1gpu", 64, 1024, 28 * 1024 * 2 * 8 * 128),
+        ("gpt_oss_20b_8gpu", 128, 2560, 12 * (2560 + 128) * 2 * 8 * 64),
+        ("qwen3.5_9b_8gpu", 64, 2560, 8 * 2560 * 2 * 4 * 256 + 24 * 32 * 128 * 128),
+    ],
+)
+def test_a_decode_step_reads_the_weights_and_what_is_kept_of_each_sequence(
+    name: str, running: int, before: int, kept: int, card: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the hardware's limit nothing else is read: of a layer with a window, or with a state, not all tokens."""
+    config, ranks = planned(name, monkeypatch), FOR_GPUS[name]
+    args, inference = read_shape(config), config.inference
+    engines = ranks // inference.engine.tensor_parallel_size
+    each, longest = config.training.global_batch_size // engines, config.rollout.max_completion_tokens
+    assert (running, before) == (min(each, inference.max_sequences), config.training.seq_len - longest / 2)
+    read = 2 * (args.num_parameters() + running * kept) / inference.engine.tensor_parallel_size
+    expected = each / running * longest * read / (0.6 * cards.H100.bandwidth)
+    assert generation_seconds(config, args, ranks, cards.H100) == pytest.approx(expected)
+
+
 def test_times_are_those_of_the_card(card: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """An A10G is slower than an H100 by its data sheet, and an unknown card is planned as one."""
-    from torchtitan.preflight.step_time import describe_step_time
-
     config = planned("qwen3_0.6b_1gpu", monkeypatch)
     args, seconds = read_shape(config), []
     for name, source in (("NVIDIA A10G", "NVIDIA A10G, data sheet"), ("NVIDIA X1", "as if on H100s: NVIDIA X1 is not")):

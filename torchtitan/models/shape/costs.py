@@ -304,6 +304,14 @@ def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool 
     return min(LARGEST_HEAD_BYTES, max(LEAST_HEAD_BYTES, 4 * hidden * (rows + vocabulary) // 8))
 
 
+def kv_elements(args: ModelArgs, parts: int = 1) -> int:
+    """Return what a layer's attention keeps of a token in an engine, on one of `parts` tensor-parallel GPUs: key and
+    value; of latent attention what they are made of (as vLLM and SGLang do), whole on every one."""
+    if args.latent is not None:
+        return args.latent.keys + args.latent.rope_dim
+    return 2 * max(1, args.num_key_value_heads // parts) * args.head_dim
+
+
 @dataclass(frozen=True)
 class Passes:
     """How many times a batch passes through the policy."""
