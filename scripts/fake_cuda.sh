@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests marked fake_cuda: what a GPU would run, on tensors of `cuda:0` without data, without a GPU. On its first
+# Runs the tests marked fake_cuda: what a GPU would run, on tensors of `cuda:3` without data, without a GPU. On its first
 # use it makes an environment with torch's CUDA build (2 GB to download, 5 GB on disk). Arguments go to pytest:
 #   scripts/fake_cuda.sh -k "mixture or 8b"
 #   TORCH_VERSION=2.14.0    the torch to take; this is the one that GPU builds have (scripts/setup_env.sh)

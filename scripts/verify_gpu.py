@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -130,10 +131,18 @@ def machine() -> dict[str, Any]:
     """What figures depend on."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.strip().splitlines()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
-    ).stdout.strip()
-    return {"gpus": gpus, "commit": commit, "python": sys.version.split()[0]}
+    return {"gpus": gpus, "commit": checked_code(ROOT), "python": sys.version.split()[0]}
+
+
+def checked_code(root: Path) -> str:
+    """The commit of a checkout, and what its changes hash to if it has any; empty where git does not know it."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], capture_output=True, timeout=60, check=False, cwd=root).stdout
+
+    commit = git("describe", "--always").decode().strip()
+    changes = git("diff", "HEAD")
+    return f"{commit}-{hashlib.sha256(changes).hexdigest()[:12]}" if commit and changes else commit
 
 
 def table(results: list[Result]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scripts.verify_gpu import read_checks
+from scripts.verify_gpu import checked_code, read_checks
 from tests.patience import PATIENCE_S, until
 from tests.processes import has_ended
 from torchtitan.config.job_config import JobConfig, config_to_toml
@@ -106,6 +106,22 @@ def test_checks_run_in_order_and_only_what_failed_runs_again(tmp_path: Path) -> 
     # On another machine everything counts anew.
     _, written = verify(tmp_path, "--only", "first", "many", gpus=8)
     assert (tmp_path / "many").read_text() == "ran\n" and (tmp_path / "first").read_text().count("ran") == 3
+
+
+def test_what_has_passed_counts_for_the_very_code_that_ran(tmp_path: Path) -> None:
+    """Who mends something on the machine has not committed it yet."""
+    assert checked_code(tmp_path) == ""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    (tmp_path / "code.py").write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    clean, known = checked_code(tmp_path), set[str]()
+    for text in ("2", "3"):
+        (tmp_path / "code.py").write_text(text)
+        known.add(checked_code(tmp_path))
+    (tmp_path / "code.py").write_text("1")
+    assert checked_code(tmp_path) == clean and len(known) == 2
+    assert all(code.startswith(f"{clean}-") for code in known)
 
 
 @pytest.mark.parametrize("name", ["verify_gpu", "verify_gpu_quick"])
