@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from tests import late_streams
 from tests.late_streams import CUDA, Factories, LateTensor, current_stream, on_device, others_may_wait, run_all
@@ -18,7 +20,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.offload import OptimizerOffload
 from torchtitan.inference.engines.vllm import live_check
 from torchtitan.inference.engines.vllm.direct import Mailbox
-from torchtitan.inference.engines.vllm.live_check import Comparison, LiveWeightChecker, look_before_steps
+from torchtitan.inference.engines.vllm.live_check import Comparison, LiveWeightChecker, answers, look_before_steps
 from torchtitan.trainer.checkpoint import stage
 from torchtitan.weight_sync.memory.device_slots import copy_from_device
 from torchtitan.weight_sync.memory.slots import LiveSlots
@@ -336,6 +338,40 @@ def test_what_comes_into_place_of_a_version_is_not_judged_as_that_version() -> N
     run_all()
     checker.applied(make_staged(4, weight + 1, on_gpu=False)[0])
     assert verified() == (3, 1, 1) and not torn
+
+
+class Devices(TorchDispatchMode):
+    """The devices of all that operators are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= {leaf.device.type for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_is_asked_for_its_weight_gives_each_element_of_it(dtype: torch.dtype) -> None:
+    weight = torch.randn(48, 3 * live_check.ROWS + 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def parts_alike(held: torch.Tensor) -> list[bool]:
+        return [bool(found) for found in answers(lambda rows: torch.nn.functional.linear(rows, held), weight)]
+
+    assert parts_alike(weight) == [True] * 4
+    for column in (0, live_check.ROWS, weight.shape[1] - 1):
+        other = weight.clone()
+        other[5, column] *= 1.01
+        assert parts_alike(other) == [part != column // live_check.ROWS for part in range(4)]
+
+
+def test_a_layer_on_a_device_is_asked_with_nothing_from_the_host() -> None:
+    """An index on the host would be copied to the device, which the host would wait for."""
+    wanted = torch.empty(48, 2 * live_check.ROWS_ON_DEVICE + 7, device="meta")
+    with Devices() as devices:
+        assert len(list(answers(lambda rows: rows @ wanted.T, wanted))) == 3
+    assert devices.seen == {"meta"}
 
 
 def test_a_version_of_which_nothing_could_be_compared_is_not_verified(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorError, ActorHealth, AnswerRefused, VerifiedVersions
 from torchtitan.inference.answer_checks import MixtureShape
+from torchtitan.inference.engines.registry import engine_of
 from torchtitan.inference.pool import weight_probe as parity
 from torchtitan.inference.pool.actor_pool import InferencePool
 from torchtitan.inference.types import (
@@ -366,6 +367,14 @@ def test_samples_are_probed_wherever_an_engine_may_compute_otherwise_with_the_ri
     assert parity.probes_samples(config)
     config.weight_sync.verify = "off"
     assert not parity.probes_samples(config)
+
+
+@pytest.mark.parametrize(("name", "flavor", "refused"), [("qwen3", "0.6B", False), ("qwen3_moe", "30B-A3B", True)])
+def test_a_digest_that_would_not_see_most_of_the_weights_is_refused(name: str, flavor: str, refused: bool) -> None:
+    config = JobConfig()
+    config.inference.backend, config.model.name, config.model.flavor = "vllm", name, flavor
+    problem = engine_of(config).digest_problem(config)
+    assert ("does not look at the experts of a mixture: use probe" in problem) == refused == bool(problem)
 
 
 @pytest.mark.parametrize("verify", ["probe", "digest"])

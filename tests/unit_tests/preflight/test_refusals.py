@@ -75,6 +75,8 @@ oops | 'oops' does not belong to any
 --inference.backend sglang --inference.update_mode drain | update_mode = "drain" | cannot drain running requests
 --inference.backend vllm --inference.vllm.route agent --weight_sync.verify digest | verify = "digest" | use probe
 --inference.backend colocated --weight_sync.verify digest | verify = "digest" | use probe
+--inference.backend vllm --inference.vllm.args.quantization fp8 --weight_sync.verify digest \
+    | verify = "digest" | does not look at quantised weights
 --training.seed -1 | seed = -1 | 0 to 4294967295
 --inference.backend vllm --inference.vllm.python /no/python | "/no/python" | no such file
 --inference.backend vllm --inference.vllm.args.tp 2 | tp = 2 | tensor_parallel_size

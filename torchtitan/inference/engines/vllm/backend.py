@@ -14,6 +14,7 @@ weight should be is made once more, by the layer's own loader from the version i
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+from torchtitan.distributed.device import queued_copy
 from torchtitan.inference.engines.vllm.direct import Mailbox
-from torchtitan.inference.engines.vllm.live_check import Comparison, LiveWeightChecker
+from torchtitan.inference.engines.vllm.live_check import Comparison, LiveWeightChecker, answers, same
 from torchtitan.inference.engines.vllm.loading import METHODS, PACKED, LoadRecord, LoadRecorder, load_weights
 from torchtitan.inference.serving.weight_verification import MAX_MISMATCHED, BaseWeights, Verified
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
@@ -39,8 +41,6 @@ from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion, 
 
 logger = logging.getLogger(__name__)
 
-# Of the identity matrix at a time: a device is given few launches, a processor short pieces of work.
-ROWS, ROWS_ON_DEVICE = 64, 512
 # The agent orders both sides at about the same time.
 MEETING_SECONDS = 10.0
 
@@ -51,40 +51,26 @@ def comparisons(model: nn.Module, loads: Iterable[LoadRecord], tensors: StagedTe
         if any(name not in tensors for name, _ in load.calls):
             continue
         live = getattr(load.layer, load.parameter)
-        with live.device:
+        # Where it is staged: loaders would copy from host memory to a device each piece by itself, and wait for it.
+        with tensors.to_copy(load.calls[0][0]).device:
             wanted = materialize_meta_tensor(load.empty).fill_(torch.nan)
         for name, arguments in load.calls:
             load.loader(wanted, tensors.to_copy(name), **arguments)
             yield Comparison(name, None)
+        if wanted.device != live.device:
+            wanted = queued_copy(wanted, live.device)
         parameter_names = ", ".join(name for name, _ in load.calls)
         if live.shape == wanted.shape:
-            yield Comparison(parameter_names, _same(live, wanted))
+            yield Comparison(parameter_names, same(live, wanted))
         # A tied head has the embedding's parameter, and perhaps a packed copy of its own.
         for layer in model.modules():
             looked_up = type(layer) is VocabParallelEmbedding and PACKED not in layer.__dict__
             # The weight of a convolution [channels, 1, tokens] is in a linear layer that nobody calls.
             multiplies = type(getattr(layer, "quant_method", None)) in METHODS and not looked_up and wanted.dim() < 3
             if multiplies and layer._parameters.get(load.parameter) is live:
-                for same in _answers(layer, wanted):
-                    yield Comparison(parameter_names, same)
-
-
-def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Whether the layer answers with rows of its weight."""
-    rows = ROWS if wanted.device.type == "cpu" else ROWS_ON_DEVICE
-    for columns in torch.arange(wanted.shape[1], device=wanted.device).split(rows):
-        units = wanted.new_zeros(len(columns), wanted.shape[1])
-        units[torch.arange(len(columns)), columns] = 1
-        yield _same(layer.quant_method.apply(layer, units), wanted[:, columns].T)
-
-
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Whether all are equal, a bool [], but for those that products round to zero. What no loader has filled, or does
-    not multiply to zero, cannot be told."""
-    if wanted.device.type == "cpu" and torch.equal(found, wanted):
-        return torch.tensor(True)
-    near = (found == wanted) | ((found - wanted).abs() < torch.finfo(wanted.dtype).tiny)
-    return near.all() | ~wanted.isfinite().all()
+                method: Any = layer.quant_method
+                for found in answers(functools.partial(method.apply, layer), wanted):
+                    yield Comparison(parameter_names, found)
 
 
 @dataclass

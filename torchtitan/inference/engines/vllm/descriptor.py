@@ -8,6 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.values import option_name
 from torchtitan.errors import UserError
 from torchtitan.inference.engines.descriptor import Features, TeacherScores
 from torchtitan.inference.engines.sidecar.descriptor import ServedEngine
@@ -18,6 +19,8 @@ from torchtitan.utils.machine import wheel_version
 from torchtitan.utils.typed_json import decode
 
 NEEDS_TORCHVISION = "qwen3_5"
+# vLLM's option, and its short name.
+QUANTIZATION = {"quantization", "q"}
 
 
 class _Choice(msgspec.Struct):
@@ -61,9 +64,17 @@ class VLLMServer(ServedEngine):
             yield "inference.backend", f"{text}: install the one that fits its torch there"
 
     def digest_problem(self, config: JobConfig) -> str:
-        if config.inference.engine.route != "agent" and config.lora.rank == 0:
+        if config.inference.engine.route == "agent" or config.lora.rank:
+            return super().digest_problem(config)
+        try:
+            unseen = "the experts of a mixture" if read_shape(config).experts is not None else ""
+        except UserError:  # preflight reports it
             return ""
-        return super().digest_problem(config)
+        options = {option_name(key) for key, value in config.inference.engine.args.items() if value}
+        if not options.isdisjoint(QUANTIZATION):
+            unseen = "quantised weights"
+        # live_check.py compares linear layers that compute with a checkpoint's own numbers.
+        return f"vLLM's digest does not look at {unseen}: use probe (or auto)" if unseen else ""
 
     def ask_teacher(self, token_ids: list[int], top: int) -> EngineCall:
         """A server that others have started has this route, and perhaps not that of engine.py."""

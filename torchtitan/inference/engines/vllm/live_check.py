@@ -23,6 +23,8 @@ from torchtitan.weight_sync.memory.staging import StagedTensors, StagedVersion
 
 # Of a step; the next one goes on.
 CHECK_SECONDS = 5e-3
+# Of the identity matrix at a time: a device is given few launches, a processor short pieces of work.
+ROWS, ROWS_ON_DEVICE = 64, 512
 
 
 class Comparison(NamedTuple):
@@ -31,6 +33,26 @@ class Comparison(NamedTuple):
 
     parameters: str
     same: torch.Tensor | None
+
+
+def answers(multiply: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Whether a linear layer answers rows of the identity matrix with its weight: for a part of them at a time, a bool
+    [] on the device of `wanted`, the weight [out, in] that it should have. Nothing waits for a device."""
+    rows = ROWS if wanted.device.type == "cpu" else ROWS_ON_DEVICE
+    for start in range(0, wanted.shape[1], rows):
+        columns = wanted[:, start : start + rows]
+        units = wanted.new_zeros(columns.shape[1], wanted.shape[1])
+        units.diagonal(start).fill_(1)
+        yield same(multiply(units), columns.T)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Whether all are equal, a bool [], but for those that products round to zero. What no loader has filled, or does
+    not multiply to zero, cannot be told."""
+    if wanted.device.type == "cpu" and torch.equal(found, wanted):
+        return torch.tensor(True)
+    near = (found == wanted) | ((found - wanted).abs() < torch.finfo(wanted.dtype).tiny)
+    return near.all() | ~wanted.isfinite().all()
 
 
 class LiveWeightChecker(Verification):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,15 +76,20 @@ class LoadRecorder:
 
     def __init__(self) -> None:
         self.loads: dict[tuple[nn.Module, str], LoadRecord] = {}
-        self._names: dict[int, str] = {}
-        """By a tensor's id(), right for as long as the tensor is there"""
+        self._names: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        """By a tensor's id(), which another tensor may have once that one is gone"""
 
     def named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, whose names are known to note()."""
         self._names.clear()
         for name, tensor in weights:
-            self._names[id(tensor)] = name
+            self._names[id(tensor)] = name, weakref.ref(tensor)
             yield name, tensor
+
+    def _name_of(self, tensor: torch.Tensor | None) -> str:
+        """Empty for a tensor that the model has made of those that were named, as of stacks of experts."""
+        known = self._names.get(id(tensor))
+        return known[0] if known is not None and known[1]() is tensor else ""
 
     def note(self, layer: nn.Module, info: Any) -> None:
         """vLLM is about to load a layer."""
@@ -91,7 +97,7 @@ class LoadRecorder:
             empty, calls = getattr(layer, parameter), list[tuple[str, dict[str, Any]]]()
             for arguments in (dict(call.arguments) for name, call in info.loaded_weights if name == parameter):
                 arguments.pop("param", None)
-                calls.append((self._names.get(id(arguments.pop("loaded_weight", None)), ""), arguments))
+                calls.append((self._name_of(arguments.pop("loaded_weight", None)), arguments))
             self.loads[layer, parameter] = LoadRecord(layer, parameter, empty, _get_original_loader(empty), calls)
 
     def cover(self, model: nn.Module, names: Iterable[str]) -> bool:
