@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 import torch
 
 from tests.deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import Actor, Job, Shape
-from torchtitan.weight_sync.memory.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.actor.puller import GIVE_UP_SECONDS
+from torchtitan.weight_sync.memory.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.registry.registry import Registry
 from torchtitan.weight_sync.trainer import shard_server
+from torchtitan.weight_sync.wire.runtime import Message
 
 
 def job_of(seed: int = 0, *, slots: int = 3, actor_seconds: tuple[float, ...] = (0.1,), lease_s: float = 60.0) -> Job:
@@ -83,6 +85,34 @@ def test_version_that_fails_is_tried_again_and_half_of_it_is_served_by_none(erro
     assert known.version == (-1 if half else 0)
     job.machine.run(job.machine.now + 3.0)
     assert versions(actor) == [0, 1] and known.serves and known.state == "ready" and not actor.puller.poisoned
+
+
+class Full(Actor):
+    """Has no memory for a version until `has_room`."""
+
+    has_room = False
+
+    def prepare(self, layout: Layout, message: Message) -> Collection[BucketKey]:
+        if not self.has_room:
+            raise LayoutError(f"no staging memory of {layout.total_bytes} bytes")
+        return super().prepare(layout, message)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_actor_that_joins_in_vain_again_and_again_gives_up_and_says_why(in_time: bool) -> None:
+    job = job_of(actor_seconds=())
+    actor = Full(job, "actor-0", 0.1, job.shape.epoch)
+    job.actors.append(actor)
+    publish(job)
+    job.machine.run(GIVE_UP_SECONDS - 2.0)
+    assert actor.puller.registry.failure == ""
+    actor.has_room = in_time
+    job.machine.run(GIVE_UP_SECONDS + 2.0)
+    assert (versions(actor) == [0]) is in_time
+    assert ("no staging memory of" in actor.puller.registry.failure) is not in_time
+    joins = sum(event == "join" for _, event, _ in job.journal)
+    job.machine.run(GIVE_UP_SECONDS + 7.0)
+    assert sum(event == "join" for _, event, _ in job.journal) == joins
 
 
 def test_look_that_is_faster_than_the_end_of_its_apply_is_not_lost() -> None:

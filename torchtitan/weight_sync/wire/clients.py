@@ -82,9 +82,9 @@ class ServerConnection:
 
 class RegistryClient(ServerConnection):
     """The connection to the registry. on_join(): called when connected to a registry, which knows nothing of this
-    client yet. on_message(message): called for each of its messages. retry_for_s: how long it may be unreachable before
-    `failure` is set and dialling stops. beat(): called every HEARTBEAT_SECONDS; returns the fields of the ping.
-    One without any is left out while other messages come and go."""
+    client yet. on_message(message): called for each of its messages. retry_for_s: how long it may be unreachable, or
+    say what this client cannot act on, before `failure` is set and dialling stops. beat(): called every
+    HEARTBEAT_SECONDS; returns the fields of the ping. One without any is left out while other messages come and go."""
 
     retry_s = RETRY_SECONDS
 
@@ -107,7 +107,8 @@ class RegistryClient(ServerConnection):
         self._term = 0
         self._lost_by = ""
         """Why the registry is out of reach; said once"""
-        self._heard_at = runtime.now()
+        self._heard_at = self._joined_at = runtime.now()
+        """When it said something last, and when this client last acted on what it said"""
         self._sent_at = 0.0
         self._closed = False
 
@@ -141,7 +142,7 @@ class RegistryClient(ServerConnection):
             self._dial()
         else:
             # No call was made, and retry_for_s bounds only the registry's absence.
-            self._heard_at = self._runtime.now()
+            self._joined_at = self._runtime.now()
             self._try_in(self.retry_s)
 
     def _opened(self, channel: Channel, fields: Message) -> None:
@@ -157,9 +158,9 @@ class RegistryClient(ServerConnection):
             channel.close("not ready any more")
 
     def _lost(self, reason: str) -> None:
-        silent = self._runtime.now() - self._heard_at
-        if silent > self._retry_for_s:
-            self.failure = f"not joined at {self.address} for {silent:.0f} s: {reason}"
+        away_s = self._runtime.now() - self._joined_at
+        if away_s > self._retry_for_s:
+            self.failure = f"not joined at {self.address} for {away_s:.0f} s: {reason}"
             logger.error("%s gives up: %s", self._identity.name, self.failure)
             return
         if reason != self._lost_by:
@@ -171,6 +172,8 @@ class RegistryClient(ServerConnection):
         self._heard_at = self._runtime.now()
         if message["type"] != "pong":
             self._on_registry_message(message)
+        # What raises above ends the connection, however often it is made again.
+        self._joined_at = self._runtime.now()
 
     def _heartbeat(self) -> None:
         if self._closed:
