@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.panel import Panel
 
-logger = logging.getLogger("torchtitan.metrics")
+# The line of a step has to fit in 160 columns, with this name.
+logger = logging.getLogger("torchtitan")
 
 Row = Mapping[str, Any]
 # What is shown of a step: label → metric. All other metrics are in metrics.jsonl.
 SHOWN = {
-    "loss": "loss", "kl": "reference_kl", "mismatch_kl": "mismatch_kl", "length": "completion/length_mean",
+    "loss": "loss", "kl": "reference_kl", "mismatch": "mismatch_kl", "length": "completion/length_mean",
     "tokens/s": "tokens_per_s", "s/step": "time/step_s",
 }  # fmt: skip
 PASS_AT_1 = "eval/pass@1"
@@ -64,7 +65,7 @@ class Console:
             shown["pass@1"] = number(self._pass_at_1)
         shown |= {label: number(row[key]) for label, key in SHOWN.items() if row.get(key) is not None}
         if "kl" in shown:
-            shown.pop("mismatch_kl", None)  # the policy is held near a reference, whose KL says more
+            shown.pop("mismatch", None)  # the policy is held near a reference, whose KL says more
         self._moments.append((step, time.monotonic()))
         left = seconds_left(self._moments, self.total_steps)
         if left is not None:
@@ -144,13 +145,16 @@ class LiveConsole(Console):
 
 
 def number(value: Any) -> str:
-    """Format a number with three significant digits (12.3k), or None as a dash; return text unchanged."""
+    """Format a number with three significant digits (12.3k), two below .001, or None as a dash; return text
+    unchanged."""
     if value is None or isinstance(value, str):
         return value or "–"
     for limit, unit, letter in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / unit:.3g}{letter}"
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:

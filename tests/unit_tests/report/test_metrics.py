@@ -214,9 +214,17 @@ def test_plain_lines_fit_in_160_columns_and_say_what_counts(
     assert lines[1] == "eval after step 3  pass@1 0.75 (0.7 to 0.8)  greedy –  lost 2"
     # 15 s for a step, and six more to come.
     assert lines[2].startswith("step 4/10  reward 0.123  pass@1 0.75  loss ") and lines[2].endswith("left 1:30")
-    prefix = "16:23:41 I torchtitan.metrics: "
-    assert len(prefix + lines[2]) <= 160, lines[2]
-    assert "  kl 0.01" in lines[3] and "mismatch_kl" not in lines[3]
+    assert "  mismatch 0.00012  " in lines[2] and "  loss -0.00012  " in lines[2]
+    assert "  kl 0.01" in lines[3] and "mismatch" not in lines[3]
+    # Figures of a long run, which all have many characters.
+    display = console.Console(20_000)
+    display.evaluation(0, {"eval/pass@1": 0.015625})
+    long = {"reward/mean": 0.012345, "tokens_per_s": 12345.6} | largest
+    with caplog.at_level(logging.INFO):
+        for step in (16_000, 16_010):
+            display.step(step, figures(step) | long, {})
+    line = f"16:23:41 I {caplog.records[-1].name}: {caplog.records[-1].getMessage()}"
+    assert "step 16010/20000  " in line and " left " in line and len(line) <= 160, line
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7380, "2h03")])
