@@ -33,15 +33,16 @@ class Terms(NamedTuple):
     """[..., C, Dk], keys, decayed to the end of the chunk"""
     decay: torch.Tensor
     """[N, heads], by which the state decays over the chunk"""
-    total: torch.Tensor
-    """[..., C], logarithm of the decay from the beginning of the chunk"""
+    from_start: torch.Tensor
+    """[..., C], decay from the beginning of the chunk to a token"""
     between: torch.Tensor
     """[..., C, C], decay from a token (column) to a later one (row)"""
 
 
-def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """x [N, key heads, ...] for each of the heads that share a key head: [N, heads, ...]."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+def _by_heads(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """x [N, key heads, ...] times the factors [N, heads, ...] of the heads that share a key head, without copies of x:
+    [N, heads, ...]."""
+    return (x[:, :, None] * factor.unflatten(1, (x.shape[1], -1))).flatten(1, 2)
 
 
 def chunk_terms(
@@ -51,28 +52,28 @@ def chunk_terms(
 
     ends: [N] bool, chunks behind which nothing is left of the state: it decays to 0, and so do their keys.
     """
-    heads, chunk = v.shape[1:3]
+    chunk = v.shape[2]
     total = g.cumsum(-1)
+    from_start = total.exp()
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
-    keys = _spread(k, heads)
-    system = _spread(k @ k.mT, heads) * between * beta[..., None]
-    written = torch.cat((v, keys * total.exp()[..., None]), -1) * beta[..., None]
+    system = _by_heads(k @ k.mT, between) * beta[..., None]
+    written = torch.cat((v, _by_heads(k, from_start[..., None])), -1) * beta[..., None]
     new, read = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True).split(
         (v.shape[-1], k.shape[-1]), -1
     )
     last = total[..., -1:]
     if ends is not None:
         last = last.masked_fill(ends[:, None, None], float("-inf"))
-    return Terms(new, read, keys * (last - total).exp()[..., None], last.exp().squeeze(-1), total, between)
+    key = _by_heads(k, (last - total).exp()[..., None])
+    return Terms(new, read, key, last.exp().squeeze(-1), from_start, between)
 
 
 def chunk_output(q: torch.Tensor, k: torch.Tensor, terms: Terms, state: torch.Tensor) -> torch.Tensor:
     """What queries q [N, key heads, C, Dk] read, with the state [N, heads, Dk, Dv] before each chunk: [N, heads, C,
     Dv]."""
-    heads = state.shape[1]
-    seen = _spread(q @ k.mT, heads) * terms.between
-    return (_spread(q, heads) * terms.total.exp()[..., None]) @ state + seen @ (terms.new - terms.read @ state)
+    seen = _by_heads(q @ k.mT, terms.between)
+    return _by_heads(q, terms.from_start[..., None]) @ state + seen @ (terms.new - terms.read @ state)
 
 
 def next_state(

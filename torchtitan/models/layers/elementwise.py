@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., D]; weight: [D], or [heads, D].
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., D]; weight: [D], or [heads, D or 1].
 
     On CUDA this is torch's single kernel; elsewhere torch would take six passes, and some twenty for the gradient.
     """

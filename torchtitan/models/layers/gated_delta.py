@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from torchtitan.distributed.placement import local_copy, local_tensor
 from torchtitan.models.layers.delta_rule import delta_rule, places_of
-from torchtitan.models.layers.elementwise import RMSNorm, RotaryTables, sigmoid, softplus, swiglu
+from torchtitan.models.layers.elementwise import RMSNorm, RotaryTables, rms_norm, sigmoid, softplus, swiglu
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,7 +109,7 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = self._project(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         rate, bias = (local_tensor(parameter).to(wide) for parameter in (self.A_log, self.dt_bias))
-        g = -rate.exp() * softplus(a.to(wide) + bias)
+        g = -rate.exp() * softplus(a + bias)
         recur: Recurrence = getattr(attend, "recur", None) or functools.partial(recur_pack, attend)
         out = self.norm(recur(self, mixed, g, sigmoid(b.to(wide))).to(x.dtype))
         return self.out_proj(swiglu(z, out.flatten(-2)))
@@ -140,12 +140,16 @@ class GatedDeltaNet(nn.Module):
     def operands(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, channels] -> queries and keys [T, key heads, Dk] of lengths 1 / √Dk and 1, and values [T, heads, Dv]."""
         sizes = self.sizes
-        wide = convolved.to(torch.promote_types(convolved.dtype, torch.float32))
-        qk, v = wide.split((2 * sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim), -1)
-        heads = qk.unflatten(-1, (2 * sizes.key_heads, -1))
-        heads = heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
-        q, k = heads.chunk(2, 1)
-        return q * sizes.key_dim**-0.5, k, v.unflatten(-1, (sizes.value_heads, -1))
+        wide = torch.promote_types(convolved.dtype, torch.float32)
+        parts = convolved.split((2 * sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim), -1)
+        qk, v = (part.to(wide) for part in parts)
+        # The norm's mean of squares is their sum / Dk, so what it returns has length √Dk.
+        scale = qk.new_full((2 * sizes.key_heads, 1), sizes.key_dim**-0.5)
+        scale[: sizes.key_heads].fill_(1 / sizes.key_dim)
+        # Of a strided tensor, a norm that runs in place is no node of a compiled graph.
+        heads = qk.contiguous().unflatten(-1, (2 * sizes.key_heads, -1))
+        q, k = rms_norm(heads, scale, NORM_EPS / sizes.key_dim).chunk(2, 1)
+        return q, k, v.unflatten(-1, (sizes.value_heads, -1))
 
 
 def recur_pack(
@@ -157,7 +161,7 @@ def recur_pack(
         # A graph that is given them would be specific to more sizes.
         places = places_of(attend.cumulative, len(mixed))
     position = places.position[:, None]
-    earlier = [torch.where(position >= back, mixed.roll(back, 0), 0.0) for back in range(1, layer.sizes.kernel)]
+    earlier = [mixed.roll(back, 0).masked_fill(position < back, 0.0) for back in range(1, layer.sizes.kernel)]
     q, k, v = layer.operands(layer.convolve([mixed, *earlier]))
     halves = mixed.is_cuda and mixed.dtype in (torch.bfloat16, torch.float16)
     if halves and not torch.compiler.is_compiling() and (kernel := fla_kernel()) is not None:

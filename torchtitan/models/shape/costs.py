@@ -58,9 +58,9 @@ class MemoryEstimate:
       its residual stream, normed inputs and projection outputs for the backward: about 5 hidden + 3 query + 4 key/value
       + 4 intermediate elements (in a mixture, those of the token's experts, and its dispatched and combined rows),
       shared among the tensor-parallel ranks. In place of query and key/value, a Gated DeltaNet layer keeps about 8
-      times the width of its convolution, and of each head, in fp32, 4 values, 7 keys, 5 rows of a chunk's products and
+      times the width of its convolution, and of each head, in fp32, 4 values, 5 keys, 5 rows of a chunk's products and
       twice its share of a chunk's state; layers count with their mean. A checkpointed layer keeps 1 hidden instead (op:
-      and what attention returned), and one such layer, the largest, holds everything, and on a GPU four more states.
+      and what attention returned), and one such layer, the largest, holds everything, and on a GPU two more states.
     - logits: of at most as many trained tokens: default_head_budget, or less if a micro-batch's logits are smaller;
       twice that on a GPU. They are divided among the tensor-parallel ranks.
     - unreduced: gradients that FSDP2 has not reduced yet. In the head: the fp32 sum of its weight's gradient, and its
@@ -199,11 +199,11 @@ def _activation_bytes(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
     attention = largest = 3 * query + 4 * key_value
     if (delta := args.delta) is not None:
-        per_head = 4 * delta.value_dim + 7 * delta.key_dim + 5 * CHUNK + 2 * delta.key_dim * delta.value_dim // CHUNK
+        per_head = 4 * delta.value_dim + 5 * delta.key_dim + 5 * CHUNK + 2 * delta.key_dim * delta.value_dim // CHUNK
         recurrent = 8 * delta.channels + delta.value_heads * per_head * BYTES["float32"] // computed
         attention += (recurrent - attention) * len(delta.layers) // args.num_hidden_layers
-        # What a GPU's scan joins in pairs (linear_scan.py): two matrices of a chunk, and further levels.
-        scanned = 4 * delta.key_dim * delta.value_dim // CHUNK if trains_on_gpu() else 0
+        # What a GPU's scan joins in pairs (linear_scan.py): two matrices of a chunk.
+        scanned = 2 * delta.key_dim * delta.value_dim // CHUNK if trains_on_gpu() else 0
         largest = max(largest, recurrent + delta.value_heads * scanned * BYTES["float32"] // computed)
     checkpointed = recomputed_layers(config, args)
     per_token = (args.num_hidden_layers - checkpointed) * (kept + attention) + checkpointed * args.hidden_size
