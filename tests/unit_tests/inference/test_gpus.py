@@ -15,6 +15,7 @@ from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.utils import machine
+from torchtitan.weight_sync.transports.ipc import Ipc
 
 
 @pytest.fixture
@@ -161,3 +162,24 @@ def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPat
         check = Check(config, 1, planning=True)
         check_inference(check)
         assert any("see only their own GPUs" in issue.text for issue in check.problems) is (device == "cuda" and apart)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: setattr(config.inference, "servers", ["http://127.0.0.1:8000"]),
+        lambda config: setattr(config.inference, "backend", "embedded"),
+        lambda config: setattr(config.inference, "backend", "colocated"),
+        lambda config: setattr(config.rollout, "replay", "batches"),
+    ],
+    ids=["servers that see all", "on the CPU", "in the ranks", "no engine is started"],
+)
+def test_ipc_is_for_engines_that_have_no_gpus_of_their_own(
+    change: Callable[[JobConfig], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    config = JobConfig()
+    config.inference.backend, config.weight_sync.transport = "sglang", "ipc"
+    assert [key for key, _ in Ipc.problems(config, lambda: None)] == ["weight_sync.transport"]
+    change(config)
+    assert not list(Ipc.problems(config, lambda: None))

@@ -147,6 +147,9 @@ def test_files_hold_the_slots(
         assert all(torch.equal(plain[name], tensor) for name, tensor in expected.items())
     for rank in range(ranks):
         assert folder.pulled(rank, 1) == folder.slots[rank, 1]
+    # The library's own files do so as well: who maps a file has its data aligned.
+    for path in (folder.path / "latest").glob("*.safetensors"):
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
 def test_old_versions_go_the_newest_and_those_that_are_pulled_stay(folder: Folder) -> None:
@@ -319,6 +322,17 @@ def test_folder_has_one_owner(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/owner: File exists"):
         FolderStore(str(tmp_path / "file")).claim("run folder 1")
+
+
+def test_only_the_rank_that_has_claimed_the_folder_releases_it(tmp_path: Path) -> None:
+    first, second, other_rank = (Disk({"folder": str(tmp_path), "run": run}) for run in ("1", "2", "1"))
+    first.claim(EPOCH)
+    other_rank.close()
+    with pytest.raises(UserError, match="run folder 1"):
+        second.claim(EPOCH)
+    first.close()
+    second.claim(EPOCH)
+    second.close()
 
 
 def test_claim_of_a_folder_whose_disk_hangs_ends_with_the_reason(

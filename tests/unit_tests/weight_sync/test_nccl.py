@@ -261,6 +261,77 @@ def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
     assert pair.to_server.reasons.get(timeout=PATIENCE_S)
 
 
+class WaitsAsNccl(point_to_point.GlooCommunicator):
+    """A transfer that never moves, whose wait give_up() ends, as it does with NCCL."""
+
+    def __init__(self, store: PairStore, rank: int):
+        super().__init__(store, rank)
+        self.given_up, self.waits = threading.Event(), threading.Event()
+
+    def _never(self, seconds: float) -> None:
+        self.waits.set()
+        self.given_up.wait(seconds)
+        raise Broken("given up")
+
+    def send(self, tensor: torch.Tensor) -> point_to_point.Pending:
+        return self._never if len(tensor) > 1 else super().send(tensor)  # one byte connects
+
+    def receive(self, tensor: torch.Tensor) -> point_to_point.Pending:
+        return self._never if len(tensor) > 1 else super().receive(tensor)
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
+def test_transfers_under_way_end_with_their_link_and_not_at_their_deadline(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(point_to_point, "GlooCommunicator", WaitsAsNccl)
+    pair = make_pair(timeout_s=10 * PATIENCE_S)
+    (reference, sent), failed = pair.send(bytes(BUCKET)), threading.Event()
+
+    def fetch() -> None:
+        with pytest.raises(ConnectionError):
+            pair.fetch(reference)
+        failed.set()
+
+    threading.Thread(target=fetch, daemon=True).start()
+    for link, over in ((pair.sender, sent), (pair.receiver, failed)):
+        assert link is not None
+        until(lambda link=link: link._communicator is not None and link._communicator.waits.is_set())
+        assert not over.is_set()
+        link.close()
+        assert over.wait(PATIENCE_S)
+
+
+class Link:
+    """In place of an actor's end of a communicator."""
+
+    def __init__(self, *_about: Any):
+        self.values: list[str] = []
+        self.over = False
+
+    def heard(self, message: Message) -> None:
+        self.values.append(message["value"])
+
+    def close(self) -> None:
+        self.over = True
+
+
+def test_a_channels_entries_go_to_its_one_link_which_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, told, transport, channel = list[Link](), list[str](), nccl.Nccl(), Joined(lambda _message: None)
+    monkeypatch.setattr(links, "ReceivingLink", lambda *about: made.append(Link(*about)) or made[-1])
+    channel.on_close = lambda _channel, reason: told.append(reason)
+    for value in ("", "00"):
+        transport.linked(channel, {"type": "entry", "link": "l", "key": "k", "value": value}, None, CPU)
+    (link,) = made
+    assert link.values == ["", "00"] and not link.over
+    channel.on_close(channel, "lost")
+    assert link.over and told == ["lost"]
+    with pytest.raises(ConnectionError, match="the channel of this reference is over"):
+        transport.fetch({"link": "l"}, memoryview(bytearray(1)))
+
+
 def test_actor_that_never_meets_is_given_up(make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "CONNECT_SECONDS", 0.3)
     pair = make_pair(deaf=True)

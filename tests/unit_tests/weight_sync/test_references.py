@@ -13,6 +13,7 @@ import torch
 from torchtitan.weight_sync.actor.actor import StagingEngine
 from torchtitan.weight_sync.memory import device_slots
 from torchtitan.weight_sync.memory.slots import SharedSlots, file_reference, open_shared
+from torchtitan.weight_sync.transports.ipc import Ipc
 from torchtitan.weight_sync.wire.runtime import ProtocolError
 
 
@@ -75,6 +76,15 @@ def test_a_reference_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path)
         moved = {**reference["memory"], "descriptor": other.fileno()}
         with pytest.raises(ProtocolError, match="not there any more"):
             fetched({**reference, "memory": moved})
+
+
+def test_ipc_refers_to_slots_where_they_are(slots: SharedSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = device_slots.DeviceSlots(device_slots.DeviceSlots.new_file(2), [torch.zeros(8), torch.ones(8)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="GPU-a"))
+    monkeypatch.setattr(device_slots, "_exported", lambda tensor, uuid: {"gpu": uuid, "storage": int(tensor[0])})
+    refer = Ipc().sending(None, on_device)["refer"]
+    assert refer(1, 4, 8) == {"memory": {"gpu": "GPU-a", "storage": 1}, "offset": 4}
+    assert fetched(Ipc().sending(None, slots)["refer"](1, 2498, 2502)) == b"\2\2\6\6"
 
 
 HANDLE: dict[str, Any] = {"gpu": "GPU-b", "storage": ["0a0b", 64, 16, "0c", 8, "", False]}

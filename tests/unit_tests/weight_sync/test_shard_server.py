@@ -448,3 +448,19 @@ def test_link_ends_with_its_channel() -> None:
     client.channel.close("over")
     world.run(0.1)
     assert ended == ["a"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_only_entries_and_credits_are_for_a_link_and_only_where_there_is_one(linked: bool) -> None:
+    world, heard = World(), list[str]()
+    link = SimpleNamespace(heard=lambda message: heard.append(message["type"]), close=lambda: None)
+    world.rank.server._make_link = (lambda *_: link) if linked else None
+    kinds: dict[str, Message] = {"entry": {"link": "l", "key": "", "value": ""}, "credit": {"link": "l"}, "pong": {}}
+    for kind, fields in kinds.items():
+        actor = world.actor(kind)
+        actor.say(kind, **fields)
+        if linked and kind != "pong":
+            assert not actor.over
+        else:
+            assert f"who pulls does not send '{kind}'" in world.machine.protocol_errors[-1] and actor.over
+    assert heard == (["entry", "credit"] if linked else [])
