@@ -132,6 +132,20 @@ def test_a_message_to_many_is_encoded_once() -> None:
     assert wire.encode(message) is wire.encode(message) and wire.encode(message) == wire.encode({"type": "ping"})
 
 
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_messages_over_a_network_do_not_wait_and_a_vanished_peer_is_found(
+    host: str, family: socket.AddressFamily, runtime: SocketRuntime
+) -> None:
+    with socket.create_server((host, 0), family=family) as listener:
+        local = socket.create_connection(listener.getsockname()[:2])
+        end = End(runtime, local, listener.accept()[0])
+    assert end.own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert end.own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert end.channel.peer_host == host
+    end.channel.close("the end")
+    end.peer.close()
+
+
 def test_a_channel_that_has_sent_everything_does_not_keep_the_loop_busy(runtime: SocketRuntime) -> None:
     end, got = End(runtime), 0
     end.channel.trust()

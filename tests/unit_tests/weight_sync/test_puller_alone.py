@@ -14,6 +14,7 @@ from tests.deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, wh
 from torchtitan.weight_sync.actor.puller import MAX_CORRUPTIONS, PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.memory.manifest import BucketKey, ChecksumTable, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.memory.transfer import CHECKSUM_TABLE, RELAY_SECONDS, TransferTarget
+from torchtitan.weight_sync.wire.clients import RegistryClient
 from torchtitan.weight_sync.wire.handshake import ACTOR, PEER, Acceptor, Identity, role_key
 from torchtitan.weight_sync.wire.runtime import Channel, Message, ProtocolError
 
@@ -452,6 +453,20 @@ def test_registry_of_an_earlier_term_is_not_joined() -> None:
         world.registry.channels[-1].close("killed")
         world.run(1.0)
         assert (world.registry.count("serving"), world.registry.channels[-1].closed) == (count, term == 1)
+
+
+@pytest.mark.parametrize(("comes_after_s", "gives_up"), [(4.0, False), (20.0, True)])
+def test_registry_that_comes_after_a_client_has_given_up_is_not_dialled(comes_after_s: float, gives_up: bool) -> None:
+    machine, joined = Machine(0), list[float]()
+    identity, join = Identity.of(TOKEN, ACTOR, "a"), lambda: joined.append(machine.now)
+    runtime = Process(machine, "a").runtime
+    client = RegistryClient(runtime, REGISTRY, identity, {}, join, lambda _message: None, retry_for_s=10.0)
+    client.start()
+    machine.run(comes_after_s)
+    assert bool(client.failure) is gives_up
+    Server(machine, REGISTRY, ACTOR, {"term": 1})
+    machine.run(60.0)
+    assert client.connected is bool(joined) is not gives_up and bool(client.failure) is gives_up
 
 
 def test_shard_server_of_another_rank_is_not_believed() -> None:

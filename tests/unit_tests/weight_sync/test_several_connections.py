@@ -102,13 +102,14 @@ def test_threads_move_payloads_and_messages_in_order(runtime: SocketRuntime) -> 
         pair.receiver.on_message = lambda _channel, message: heard.append(message)
         for number in range(2):
             pair.sender.send({**BUCKET, "bucket": number}, memoryview(data), lambda number=number: sent.append(number))
+        pair.sender.send({**BUCKET, "bucket": 2}, memoryview(data))  # nobody wants to know when it is sent
         pair.sender.send({"type": "ping"})
 
     on_loop(runtime, send)
-    until(lambda: len(heard) == 3)
-    assert [message.get("bucket") for message in heard] == [0, 1, None] and sent == [0, 1]
+    until(lambda: len(heard) == 4)
+    assert [message.get("bucket") for message in heard] == [0, 1, 2, None] and sent == [0, 1]
     assert pair.moved_by.startswith("payloads of"), "the loop has received"
-    assert memory == data and pair.filled == 2 * SIZE and pair.sender.moved == 2 * SIZE
+    assert memory == data and pair.filled == 3 * SIZE and pair.sender.moved == 3 * SIZE
     on_loop(runtime, lambda: pair.sender.close("the end"))
     assert pair.closed.wait(PATIENCE_S)
 
@@ -163,6 +164,17 @@ def test_thread_whose_bytes_cannot_be_taken_says_so_instead_of_ending() -> None:
     thread.close()
     local.close()
     peer.close()
+
+
+def test_peer_that_closes_half_way_through_a_payload_ends_the_channel(runtime: SocketRuntime) -> None:
+    pair, reasons = Pair(runtime, bytearray(SIZE)), list[str]()
+    pair.receiver.on_close = lambda _channel, reason: reasons.append(reason)
+    pair.sender_socket.setblocking(True)
+    pair.sender_socket.sendall(encode({**BUCKET, "bytes": SIZE}) + bytes(SIZE // 20))
+    until(lambda: pair.filled == SIZE // 20)
+    pair.sender_socket.shutdown(socket.SHUT_WR)
+    until(lambda: reasons)
+    assert "the peer closed the connection" in reasons[0] and not pair.received.is_set()
 
 
 def test_a_connection_whose_peer_stands_still_holds_no_other_one_up(runtime: SocketRuntime) -> None:
