@@ -51,6 +51,16 @@ def changes(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
     return new.tobytes(), base.tobytes(), size
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_half_of_the_elements_may_change_and_no_more(size: int) -> None:
+    base = bytes(1000 * size)
+    for changed in (500, 501):
+        new = (b"\1" * size) * changed + base[changed * size :]
+        payload = encode(memoryview(new), memoryview(base), size)
+        assert (payload is None) is (changed > 500)
+        assert payload is None or decoded(base, bytes(payload), size) == new
+
+
 @pytest.mark.slow
 @settings(max_examples=200)
 @given(changes())

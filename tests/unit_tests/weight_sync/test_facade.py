@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
+from torchtitan.weight_sync import facade
 from torchtitan.weight_sync.facade import SyncOutcome, Watcher, WeightSync
 from torchtitan.weight_sync.memory.published import PublishedVersions
 from torchtitan.weight_sync.memory.slots import Boundary
@@ -121,6 +123,47 @@ def test_watcher_whose_thread_has_failed_says_so_and_ends_waits() -> None:
     watcher.wait_for(lambda _status: False, 10 * PATIENCE_S)
     assert time.monotonic() - began < PATIENCE_S and "ZeroDivisionError" in watcher.failure
     watcher.close(1.0)
+
+
+def test_refresh_waits_for_the_details_of_all_actors() -> None:
+    watcher = Watcher("127.0.0.1:9", "token", "e")
+    status = {"type": "status", "forgotten": [], "guests": {}}
+    changed = {**status, "complete": False, "newest": 6, "actors": {"b": actor(6)}}
+    complete = {**status, "complete": True, "newest": 7, "actors": {"a": actor(7)}}
+
+    def look(message: Message) -> None:
+        for seconds, answer in ((0.1, changed), (0.3, complete)) if message["type"] == "look" else ():
+            watcher._runtime.call_later(seconds, partial(watcher._on_message, answer))
+
+    watcher._registry.tell = look  # type: ignore[method-assign]
+    for _ in range(2):  # what came before counts for nothing
+        found = watcher.refresh(PATIENCE_S)
+        assert (found["newest"], found["actors"]) == (7, complete["actors"])
+    watcher._registry.tell = lambda _message: None  # type: ignore[method-assign]
+    began = time.monotonic()
+    assert watcher.refresh(0.2) is watcher.status() and time.monotonic() - began >= 0.2
+    watcher.close(1.0)
+
+
+def test_time_of_the_training_thread_is_told_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    def takes(seconds: float) -> bool:
+        nonlocal clock
+        clock += seconds
+        return True
+
+    monkeypatch.setattr(facade, "time", SimpleNamespace(perf_counter=lambda: clock))
+    sync: Any = sync_of(Registry(3, {}))
+    sync.boundary = SimpleNamespace(
+        serial=1, skipped=0, reserve=lambda: takes(1.0), commit=lambda *_: takes(4.0), snapshot_pending=lambda *_: False
+    )
+    sync.publisher.fence = lambda: takes(2.0)
+    expected = {"reserve": (0.0, 1.0), "fence": (0.0, 2.0), "commit": (4.0, 0.0)}
+    for call, times in expected.items():
+        getattr(sync, call)(*(3, 0) if call == "commit" else ())
+        figures = sync.statistics()
+        assert (figures["time/snapshot_s"], figures["time/sync_stall_s"]) == times, call
 
 
 def test_version_that_a_newer_one_overtakes_is_not_counted_as_published() -> None:

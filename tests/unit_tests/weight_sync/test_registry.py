@@ -304,6 +304,17 @@ def test_pull_that_another_one_follows_is_aborted_and_is_no_attempt_of_the_next(
     assert rows == [(0, "aborted", 1), (1, "applied", 1)]
 
 
+def test_versions_before_one_that_is_served_unasked_are_superseded_at_once() -> None:
+    """Nobody has heard that the actor pulled it. Were it evicted next, nothing would be told of the others."""
+    world = World()
+    ranks, actor = world.ranks(), world.actor()
+    for version in range(3):
+        world.publish(ranks, version + 1, version)
+    actor.say("serving", version=2, digest=world.digest, figures={})
+    rows = [(row["version"], row["outcome"]) for row in world.events("delivery")]
+    assert rows == [(2, "applied"), (0, "superseded"), (1, "superseded")]
+
+
 def test_actor_that_never_pulls_is_remembered_a_bounded_number_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliveries, "MAX_OFFERED", 2)
     world = World()

@@ -127,6 +127,21 @@ def test_source_that_has_died_was_not_left(served: str) -> None:
     assert world.announce() == {"c": "b"} and not world.events("relay_left")
 
 
+def test_source_that_is_left_while_another_actor_dies_is_blamed_all_the_same() -> None:
+    world = Relaying()
+    world.announce()
+    world.sends(*"abcd")
+    assert world.announce() == {"b": "a", "c": "b", "d": "c"}
+    channel = world.clients["d"].channel
+    assert channel is not None
+    channel.close("killed")
+    world.run(0.1)
+    world.sends("a")
+    world.sends("b", count=10)
+    world.announce()
+    assert [(event["actor"], event["reason"]) for event in world.events("relay_left")] == [("b", "by a")]
+
+
 def test_bytes_of_actors_and_snapshots_that_are_gone_end_no_connection() -> None:
     """A shard server tells of them a little later."""
     world = Relaying("ab")

@@ -108,6 +108,18 @@ def test_an_actor_that_held_a_snapshot_in_vain_retains_none_for_a_while(trick: s
     assert times > 0 and held / 5 < 0.15 * 200
 
 
+def test_an_actor_that_holds_another_snapshot_before_it_is_judged_rests_for_both() -> None:
+    snapshots = snapshots_with("liar")
+    snapshots.version_bytes = 1000
+    snapshots.publish(2, 1.0)  # the first is retained from now on
+    snapshots.begin("liar", 2, 3.0)
+    snapshots.publish(3, 3.2)  # and the second
+    snapshots.end("liar")
+    assert snapshots.expire(3.5) == [] and not snapshots.resting and not snapshots.retained
+    snapshots.expire(4.6)
+    assert snapshots.resting == {"liar": pytest.approx(4.6 + 10 * (3.5 - 1.0))}
+
+
 @pytest.mark.parametrize("sees_bytes", [True, False])
 def test_an_actor_that_takes_a_complete_version_retains_the_next(sees_bytes: bool) -> None:
     """Also if the shard servers count its last bytes after it has said so, and if it was disconnected. Where they

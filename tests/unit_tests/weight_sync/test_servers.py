@@ -21,7 +21,10 @@ from torchtitan.utils.machine import DESCRIPTORS
 from torchtitan.weight_sync import main, servers
 from torchtitan.weight_sync.registry.state import RegistrySettings
 from torchtitan.weight_sync.servers import FROZEN_CHECKS, RegistryServer, ServerProcess, Supervised
+from torchtitan.weight_sync.transports.disk import Disk
 from torchtitan.weight_sync.transports.tcp import Tcp
+from torchtitan.weight_sync.transports.transport import Transport
+from torchtitan.weight_sync.wire.runtime import TOKEN_VARIABLE
 from torchtitan.weight_sync.wire.sockets import SocketRuntime
 
 LOOPBACK = "127.0.0.1"
@@ -116,6 +119,28 @@ def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
     process.close(time.monotonic() + 0.2)
     assert json.loads(log.read_text()) == [1, process.process.pid, None] and process.process.pid != os.getsid(0)
     assert process.process.wait(PATIENCE_S) == -9 and not process.failure
+
+
+@pytest.mark.parametrize(
+    ("transport", "given"), [(Disk(), {"AWS_SECRET_ACCESS_KEY"}), (Tcp(), set[str]())], ids=["disk", "tcp"]
+)
+def test_a_process_has_the_users_keys_only_where_its_transport_needs_them(
+    transport: Transport, given: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "TORCHTITAN_OTHER_TOKEN"}
+    for key in keys:
+        monkeypatch.setenv(key, "sesame")
+    environments: list[dict[str, str]] = []
+
+    def start(_command: Any, environment: dict[str, str], *_about: Any) -> subprocess.Popen[bytes]:
+        environments.append(environment)
+        return subprocess.Popen(["sleep", "600"])
+
+    monkeypatch.setattr(servers, "start_beside", start)
+    process = ServerProcess("thing", transport.to_json(), {}, "token", tmp_path / "log", (LOOPBACK, 0, 0), int)
+    process.close(time.monotonic() + PATIENCE_S)
+    (environment,) = environments
+    assert keys & set(environment) == given and environment[TOKEN_VARIABLE] == "token"
 
 
 def test_a_registry_whose_parent_was_killed_while_it_started_ends(
@@ -218,6 +243,27 @@ def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch
     for _ in range(5):
         journal.write("line", {})
     assert journal._waiting == 2
+
+
+def test_lines_that_come_while_some_are_written_are_written_together_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "GATHER_SECONDS", 0.0)
+    queued: list[Any] = []
+    runtime: Any = SimpleNamespace(work=lambda _thread, function, done: queued.append((function, done)))
+    journal = main.SyncJournal(runtime, tmp_path / "journal.jsonl", term=1)
+    written: list[list[int]] = []
+    for number in range(4):
+        journal.write("line", {"number": number})
+    while queued:
+        assert len(queued) == 1, "the thread gets more before it has done what it has"
+        function, done = queued.pop()
+        before = sum(map(len, written))
+        function()
+        lines = (tmp_path / "journal.jsonl").read_text().splitlines()[before:]
+        written.append([json.loads(line)["number"] for line in lines])
+        done(None, None)
+    assert written == [[0], [1, 2, 3]] and journal._waiting == 0
 
 
 @pytest.mark.parametrize("width", [1, 500])
