@@ -81,7 +81,8 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
             assert [trajectory.failure for trajectory in played] == [failure] * 2, name
             if reason:
                 assert any(reason in event["reason"] for event in behind.events("environment_failed")), name
-        config.environment.episode_timeout_s = 1.0
+        # An agent that hangs has asked before, also where its process starts slowly.
+        config.environment.episode_timeout_s = 3.0
         for name, failure in (("hangs", Failure.LOST), ("hangs_in_a_loop", Failure.NOT_BEGUN)):
             player, played = await play(behind, f"{HERE}:{name}", 1)
             assert [trajectory.failure for trajectory in played] == [failure] and sum(

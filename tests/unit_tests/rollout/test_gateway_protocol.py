@@ -24,6 +24,7 @@ from tests.unit_tests.rollout.test_gateway_dialects import answer_nothing, branc
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.conversation.tokenizer import Tokenizer
+from torchtitan.rollout.conversation.tool_formats.registry import FORMATS
 from torchtitan.rollout.gateway import answer_stream, parser_process
 from torchtitan.rollout.gateway.calls import Call, cut, make_choice
 from torchtitan.rollout.gateway.dialects.registry import DIALECTS
@@ -510,6 +511,8 @@ async def test_a_parser_of_the_users_own_reads_calls_for_agents(tmp_path: Path) 
             assert not (await program.ask()).calls
             ended = await server._end(api)
             assert ended is not None and ended["counts"]["calls_unreadable"] == 1 and len(ended["branches"]) == 1
+    # The next run of this process looks for a format among those that there are.
+    assert BRACKETED not in FORMATS
 
 
 @asynchronous

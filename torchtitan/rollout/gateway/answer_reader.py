@@ -56,8 +56,10 @@ class AnswerReader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """End the parser's process, whatever it reads."""
+        """End the parser's process, whatever it reads. The next run of this process finds the formats as they were."""
         if self._parser is not None:
             self._parser.stop()
             await self._in_thread(self._parser.close)
+            # Only now: what still reads would find no calls, instead of no parser.
+            FORMATS.pop(self._tool_parser, None)
         self._thread.shutdown(wait=False)
