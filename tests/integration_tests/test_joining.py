@@ -184,7 +184,8 @@ async def test_guests_stay_while_they_answer_though_the_registry_has_forgotten_t
         await run.ready("spot")
         assert run.sync.registry is not None
         run.sync.registry.process.kill()  # type: ignore[attr-defined]
-        await eventually(lambda: not run.sync.guests(), why=run.sync.guests)
+        # The next one knows no guest until it comes back, which a slow machine may see too late.
+        await eventually(lambda: run.sync.registry.restarts == 1)  # type: ignore[union-attr]
         assert await run.pool.generate(endless("meanwhile"))
         await eventually(lambda: set(run.sync.guests()) == {"spot"})
         assert not run.events("actor_left")

@@ -186,7 +186,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).stdout.strip()  # fmt: skip
     # A path file of a path file is not read: the checkout, which is installed here, is not found there.
     Path(packages, "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = ["-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    # With the checkout on the path, its metadata would do as this version.
+    options = ["--quiet", "--no-deps", "--no-index", "--force-reinstall"]
+    install = ["-m", "pip", "--python", str(python), "install", *options]
     subprocess.run(
         [sys.executable, *install, str(build_wheel(folder))], timeout=PATIENCE_S, check=True, capture_output=True
     )

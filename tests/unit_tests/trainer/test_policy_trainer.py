@@ -387,7 +387,10 @@ def test_unsharded_parameters_are_gathered_and_reduced_once_per_step(ranks: int,
         run_distributed(function, ranks, checkpoint=checkpoint, reshard=way) for way in ("default", "always")
     )
     for kept_run, other in zip(kept, freed, strict=True):
-        assert kept_run["figures"] == other["figures"] and not any(kept_run["gathered"])
+        # Micro-batches' gradients are added up before they are reduced, or afterwards.
+        assert kept_run["figures"] == pytest.approx(other["figures"], rel=1e-5, abs=1e-5) and not any(
+            kept_run["gathered"]
+        )
         several = kept_run["micro_batches"]
         layers, mixtures = 3, 2
         groups = layers + 1 + mixtures * (ranks > 1)
