@@ -371,10 +371,9 @@ def train_counting_copies(checkpoint: str, reshard: str) -> dict[str, Any]:
         "gathers": gathers.call_count,
         "reductions": reductions.call_count,
         "gathered": [m.weight.dtype == torch.bfloat16 for m in trainer.policy.modules() if isinstance(m, ExpertLinear)],
-        "figures": [
-            metrics["grad_norm"],
-            *(full_tensor(parameter.detach()).double().sum().item() for parameter in trainer.parameters),
-        ],
+        "lr": config.optimizer.lr,
+        "grad_norm": metrics["grad_norm"],
+        "sums": [full_tensor(parameter.detach()).double().sum().item() for parameter in trainer.parameters],
     }
 
 
@@ -387,10 +386,12 @@ def test_unsharded_parameters_are_gathered_and_reduced_once_per_step(ranks: int,
         run_distributed(function, ranks, checkpoint=checkpoint, reshard=way) for way in ("default", "always")
     )
     for kept_run, other in zip(kept, freed, strict=True):
-        # Micro-batches' gradients are added up before they are reduced, or afterwards.
-        assert kept_run["figures"] == pytest.approx(other["figures"], rel=1e-5, abs=1e-5) and not any(
-            kept_run["gathered"]
-        )
+        assert not any(kept_run["gathered"])
+        # Micro-batches' gradients are added up in bfloat16 before they are reduced, or afterwards: where one is nearly
+        # 0, its sign may differ, and with it the direction of AdamW's first step of length lr.
+        assert kept_run["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        few_signs = 4 * 2 * kept_run["lr"]
+        assert kept_run["sums"] == pytest.approx(other["sums"], rel=1e-5, abs=few_signs)
         several = kept_run["micro_batches"]
         layers, mixtures = 3, 2
         groups = layers + 1 + mixtures * (ranks > 1)
